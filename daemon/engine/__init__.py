@@ -1,0 +1,1 @@
+"""The engine process: pools, scheduler, steps. One thread touches its state."""

@@ -1,0 +1,103 @@
+"""The engine process: `python -m daemon.engine --fd N`, spawned by the front with one end of a socket pair.
+
+The first message says what to load. After Ready the loop turns until Shutdown, or until the front is gone.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+
+import torch
+
+from daemon.engine.engine import Engine
+from daemon.engine.link import FrontGone, Link
+from daemon.engine.start import StartError, start
+from daemon.messages import Configure, LoadFailed, Loading, Pulse, Ready
+
+PULSE_S = 0.25  # the step clock: sent this often at least, and while idle the longest sleep
+
+log = logging.getLogger("downcore.engine")
+
+
+def main() -> int:
+    """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away."""
+    parser = argparse.ArgumentParser(prog="python -m daemon.engine", description="Spawned by the front; not by hand.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    link = Link(socket.socket(fileno=parser.parse_args().fd))
+    try:
+        engine = _load(link)
+        if engine is None:
+            return 1
+        with torch.inference_mode():
+            _loop(engine, link)
+    except FrontGone as gone:
+        log.warning("the front is gone (%s)", gone)
+        return 3
+    return 0
+
+
+def _load(link: Link) -> Engine | None:
+    messages = link.receive(timeout_s=60.0)
+    if not messages or not isinstance(messages[0], Configure):
+        raise FrontGone("no configuration came")
+    reported = 0.0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported >= PULSE_S or done_bytes == total_bytes:
+            reported = now
+            link.send(Loading(done_bytes, total_bytes))
+
+    try:
+        engine, info = start(messages[0].config, send=link.send, progress=progress)
+    except StartError as error:
+        log.error("cannot start: %s", error)
+        link.send(LoadFailed(str(error)))
+        return None
+    link.send(Ready(info))
+    for message in messages[1:]:
+        engine.handle(message)
+    return engine
+
+
+def _loop(engine: Engine, link: Link) -> None:
+    pulse_due = 0.0
+    is_proven = False
+    while not engine.is_stopping:
+        messages = link.receive(timeout_s=PULSE_S if engine.is_idle else 0.0)
+        for message in messages:
+            engine.handle(message)
+        if not engine.is_idle:
+            engine.step()
+            is_proven = False
+        elif not messages and not is_proven:
+            _prove(engine)
+            is_proven = True
+        now = time.monotonic()
+        if now >= pulse_due:
+            pulse_due = now + PULSE_S
+            link.send(Pulse(engine.steps, len(engine.scheduler.waiting), engine.scheduler.num_running))
+    _prove(engine)
+    deadline = time.monotonic() + 5.0
+    while link.has_unsent and time.monotonic() < deadline:
+        link.receive(timeout_s=0.1)
+
+
+def _prove(engine: Engine) -> None:
+    """The idle proof, once for every time the work ends: free + cached + held = pool, or what is astray by name."""
+    try:
+        engine.check()
+    except AssertionError as error:
+        log.error("idle, and the books do not balance: %s", error)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # interpreter teardown with native threads has nothing left to save

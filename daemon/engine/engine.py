@@ -1,0 +1,396 @@
+"""The engine: plan what runs, run it, commit what came of it. One thread touches everything here.
+
+It speaks through `send` and is told through `handle`; `step` does one turn. Whatever a sequence holds is in its
+Resources, and `_end` is the one way out for a choice: finish, cancel, deadline, error and shutdown all take it.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import singledispatchmethod
+
+import torch
+
+from daemon.config import EngineConfig
+from daemon.engine.answers import answer
+from daemon.engine.runner import Chunk, Runner
+from daemon.engine.sampler import Drawn, Sampler
+from daemon.engine.scheduler import Admitted, Scheduler
+from daemon.engine.sequence import Request, Sequence, SequenceState
+from daemon.errors import ErrorReason
+from daemon.messages import (
+    Abort,
+    Configure,
+    Finished,
+    Query,
+    Rejected,
+    Shutdown,
+    Started,
+    StepOutput,
+    StopReason,
+    StopSequence,
+    Submit,
+    ToEngine,
+    ToFront,
+    Token,
+    Usage,
+)
+from daemon.models.base import Model
+from tiers.device import DeviceTier, MatchEnd
+from tiers.keys import token_bytes
+from tiers.pools import DevicePools
+from tiers.resources import ReleaseError
+
+log = logging.getLogger("downcore.engine")
+
+
+class Engine:
+    """Owns the pools, the books, the scheduler and every request.
+
+    Args:
+        send: takes each message for the front.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model: Model,
+        pools: DevicePools,
+        device: DeviceTier,
+        send: Callable[[ToFront], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.pools = pools
+        self.device = device
+        self.scheduler = Scheduler(device, config)
+        (shadow_slot,) = device.slots.take(1)
+        device.reserved_slots.append(shadow_slot)
+        self.runner = Runner(model, pools, shadow_slot)
+        self.sampler = Sampler(model.facts.eos_token_ids)
+        self.send = send
+        self.clock = clock
+        self.max_context_tokens = min(
+            config.max_context_tokens or model.facts.max_context_tokens, model.facts.max_context_tokens
+        )
+        self.chunk: Chunk | None = None
+        self.requests: dict[str, list[Sequence]] = {}  # choices that have not ended, by request id
+        self.steps = 0
+        self.is_stopping = False
+        self._arrivals = 0
+        self._tokens: list[Token] = []
+        self._finished: list[Finished] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    def step(self) -> None:
+        """One turn: decode rows for everyone past the prompt, then a slice of one prompt's chunk."""
+        now = self.clock()
+        self._expire(now)
+        for admitted in self.scheduler.admit():
+            self._begin(admitted, now)
+        self._refuse_stuck()
+        plan, preempted = self.scheduler.plan(self.chunk.sequence if self.chunk else None)
+        for sequence in preempted:
+            log.info("preempted %s after %d tokens", sequence.id, len(sequence.token_ids))
+        if plan.decode:
+            self._commit_decode(plan.decode, self.runner.decode(plan.decode))
+        if plan.prefill is not None and plan.prefill.is_running:
+            self._advance_prefill(plan.prefill)
+        self._flush()
+        self.steps += 1
+
+    @singledispatchmethod
+    def handle(self, message: ToEngine) -> None:
+        """Takes one message from the front."""
+        raise AssertionError(f"unexpected message {type(message).__name__}")
+
+    @handle.register
+    def _(self, message: Submit) -> None:
+        prompt_ids = list(memoryview(message.prompt_ids).cast("i"))
+        max_len = min(len(prompt_ids) + message.max_tokens, self.max_context_tokens)
+        if len(prompt_ids) >= self.max_context_tokens:
+            limit = f"the limit is {self.max_context_tokens} with at least one token of answer"
+            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, f"prompt of {len(prompt_ids)} tokens: {limit}")
+        elif error := self.scheduler.capacity_error(len(prompt_ids), max_len, message.n):
+            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, error)
+        elif len(self.scheduler.waiting) >= self.config.max_queue:
+            self._reject(message, ErrorReason.QUEUE_FULL, f"{self.config.max_queue} requests wait already", 1.0)
+        elif message.request_id in self.requests:
+            self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
+        else:
+            now = self.clock()
+            request = Request(
+                submit=message,
+                prompt_ids=prompt_ids,
+                order=self._arrivals,
+                arrived=now,
+                deadline=None if message.deadline_s is None else now + message.deadline_s,
+                max_len=max_len,
+            )
+            self._arrivals += 1
+            lead = self.scheduler.enqueue(request)
+            self.requests[request.id] = [lead, *lead.siblings]
+
+    @handle.register
+    def _(self, message: Abort) -> None:
+        for sequence in list(self.requests.get(message.request_id, ())):
+            if message.index is None:
+                self._finish(sequence, StopReason.ABORTED)
+            elif sequence.index == message.index:
+                self._abort_choice(sequence)
+        self._flush()
+
+    @handle.register
+    def _(self, message: StopSequence) -> None:
+        for sequence in list(self.requests.get(message.request_id, ())):
+            if sequence.index == message.index and sequence.num_generated:
+                self._finish(sequence, StopReason.STOP_STRING, num_tokens=message.num_tokens)
+        self._flush()
+
+    @handle.register
+    def _(self, message: Query) -> None:
+        self.send(answer(self, message))
+
+    @handle.register
+    def _(self, message: Shutdown) -> None:
+        for request_id in list(self.requests):
+            self.handle(Abort(request_id))
+        self.is_stopping = True
+
+    @handle.register
+    def _(self, message: Configure) -> None:
+        raise AssertionError("an engine is configured once")
+
+    def check(self) -> None:
+        """Raises AssertionError where the books do not add up; `astray` of the device says what by name."""
+        self.device.check()
+        self.scheduler.check()
+        findings = self.device.astray([sequence.resources for sequence in self.scheduler.sequences()])
+        assert not findings, "; ".join(findings)
+
+    def _begin(self, admitted: Admitted, now: float) -> None:
+        sequence, match = admitted.sequence, admitted.match
+        request = sequence.request
+        assert sequence.slot is not None
+        if match.nodes and self.pools.layout.slots:
+            assert match.checkpoint is not None, "attention without state is a miss"
+            self.pools.copy_slot(match.checkpoint, sequence.slot)
+        else:
+            self.pools.clear_slot(sequence.slot)
+        if request.admitted is None:
+            request.admitted = now
+            request.cached_len = match.resume_len
+            self.device.stats.hit_tokens += match.resume_len
+            self.device.stats.miss_tokens += request.prompt_len - match.resume_len
+        grid = self.device.grid
+        ends = {request.prompt_len // grid * grid, (request.prompt_len - 1) // grid * grid}
+        if match.end is MatchEnd.NO_CHECKPOINT or match.end is MatchEnd.UNKNOWN:
+            ends.add(match.known_len)  # the branch point: others came this way and may again
+        sequence.checkpoint_at = frozenset(ends)
+
+    def _advance_prefill(self, sequence: Sequence) -> None:
+        if self.chunk is None:
+            self._adopt_newer(sequence)
+            start, end = self.scheduler.start_chunk(sequence)
+            self.chunk = self.runner.start_chunk(sequence, start, end)
+            sequence.resources.hold("chunk", start, self._drop_chunk)
+        chunk = self.chunk
+        try:
+            logits = self.runner.advance(chunk, self.config.slice_ms / 1000)
+        except RuntimeError:
+            log.exception("the forward of %s failed", sequence.id)
+            self._fail(sequence.request, ErrorReason.INTERNAL, "the prompt's forward failed")
+            return
+        if logits is not None:
+            sequence.resources.drop("chunk", chunk.start)
+            self._commit_chunk(sequence, chunk)
+            if not sequence.in_prompt:
+                self._commit_prompt(sequence, logits)
+
+    def _drop_chunk(self) -> None:
+        assert self.chunk is not None
+        self.chunk.forward.close()
+        self.chunk = None
+
+    def _adopt_newer(self, sequence: Sequence) -> None:
+        """Takes over what another sequence with the same prompt has published since this one was admitted."""
+        size = self.device.layout.block_size
+        if len(sequence.nodes) * size != sequence.computed_len:
+            return
+        after = sequence.nodes[-1] if sequence.nodes else None
+        match = self.device.lookup(sequence.request.prompt_ids, sequence.request.submit.namespace, after)
+        if match.resume_len <= sequence.computed_len:
+            return
+        for node in match.nodes:
+            position = len(sequence.nodes)
+            sequence.block_table[position] = self.device.adopt(sequence.resources, sequence.block_table[position], node)
+            sequence.nodes.append(node)
+        if match.checkpoint is not None:
+            assert sequence.slot is not None
+            self.pools.copy_slot(match.checkpoint, sequence.slot)
+        gained = match.resume_len - sequence.computed_len
+        sequence.computed_len = match.resume_len
+        if sequence.request.prefilled is None:
+            sequence.request.cached_len += gained
+            self.device.stats.hit_tokens += gained
+            self.device.stats.miss_tokens -= gained
+
+    def _commit_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
+        """The state after the chunk becomes the sequence's; a whole grid chunk's blocks become the tree's."""
+        device, size = self.device, self.device.layout.block_size
+        assert sequence.slot is not None
+        fresh = self.runner.swap_shadow(sequence.slot)
+        device.reserved_slots[-1] = self.runner.shadow_slot
+        sequence.resources.swap("slot", sequence.slot, fresh, lambda: device.slots.release(fresh))
+        sequence.slot = fresh
+        sequence.computed_len = chunk.end
+        if chunk.end - chunk.start < device.grid or len(sequence.nodes) * size != chunk.start:
+            return
+        for start in range(chunk.start, chunk.end, size):
+            position = start // size
+            node = device.publish(
+                sequence.resources,
+                parent=sequence.nodes[-1] if sequence.nodes else None,
+                namespace=sequence.request.submit.namespace,
+                tokens=token_bytes(sequence.token_ids[start : start + size]),
+                block_id=sequence.block_table[position],
+            )
+            if node is None:
+                return
+            assert node.block_id is not None
+            sequence.block_table[position] = node.block_id
+            sequence.nodes.append(node)
+        if self.pools.layout.slots and chunk.end in sequence.checkpoint_at:
+            slot_id = device.take_checkpoint(sequence.nodes[-1])
+            if slot_id is not None:
+                self.pools.copy_slot(fresh, slot_id)
+
+    def _commit_prompt(self, lead: Sequence, logits: torch.Tensor) -> None:
+        """The prompt's last row is computed: forks, then each choice draws its first token (none in a replay)."""
+        request = lead.request
+        lead.state = SequenceState.DECODING
+        if lead.num_generated:
+            return
+        request.prefilled = self.clock()
+        choices = [lead, *self.scheduler.fork(lead)]
+        unfinished = request.prompt_len // self.device.layout.block_size
+        for sibling in choices[1:]:
+            assert lead.slot is not None
+            assert sibling.slot is not None
+            self.pools.copy_slot(lead.slot, sibling.slot)
+            if request.prompt_len % self.device.layout.block_size:
+                self.pools.copy_block(lead.block_table[unfinished], sibling.block_table[unfinished])
+        self.send(Started(request.id, self._usage(request)))
+        drawn = self.sampler.sample(logits.expand(len(choices), -1), choices)
+        for sequence, token in zip(choices, drawn, strict=True):
+            if sequence.is_running:
+                self._commit_token(sequence, token)
+            if sequence.is_running and sequence.index in request.unwanted:
+                self._finish(sequence, StopReason.ABORTED)
+
+    def _commit_decode(self, sequences: tuple[Sequence, ...], logits: torch.Tensor) -> None:
+        """Each row is computed; those that caught up draw a token, those that replay go on."""
+        rows: list[int] = []
+        for row, sequence in enumerate(sequences):
+            sequence.computed_len += 1
+            if sequence.computed_len == len(sequence.token_ids):
+                rows.append(row)
+        if not rows:
+            return
+        drawing = [sequences[row] for row in rows]
+        drawn = self.sampler.sample(logits if len(rows) == len(sequences) else logits[rows], drawing)
+        for sequence, token in zip(drawing, drawn, strict=True):
+            if sequence.is_running:
+                self._commit_token(sequence, token)
+
+    def _commit_token(self, sequence: Sequence, drawn: Drawn) -> None:
+        request = sequence.request
+        if drawn.token_id is None:
+            log.error("logits of %s are not finite after %d tokens", sequence.id, len(sequence.token_ids))
+            self._fail(request, ErrorReason.INTERNAL, "the model's logits are not finite")
+            return
+        if request.first_token is None:
+            request.first_token = self.clock()
+        sequence.token_ids.append(drawn.token_id)
+        self._tokens.append(Token(request.id, sequence.index, drawn.token_id, drawn.chosen, drawn.top))
+        submit = request.submit
+        is_stop = drawn.token_id in submit.stop_token_ids and sequence.num_generated >= submit.min_tokens
+        if is_stop:
+            self._finish(sequence, StopReason.STOP_TOKEN, stop_token_id=drawn.token_id)
+        elif len(sequence.token_ids) >= request.max_len:
+            self._finish(sequence, StopReason.LENGTH)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: StopReason,
+        *,
+        stop_token_id: int | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        made = sequence.num_generated if num_tokens is None else num_tokens
+        self._finished.append(Finished(sequence.request.id, sequence.index, reason, made, stop_token_id))
+        self._end(sequence)
+
+    def _fail(self, request: Request, reason: ErrorReason, message: str, retry_after_s: float | None = None) -> None:
+        """The whole request ends with an error; nothing of it is held any more."""
+        for sequence in list(self.requests.get(request.id, ())):
+            self._end(sequence)
+        self._flush()
+        self.send(Rejected(request.id, reason, message, retry_after_s=retry_after_s))
+
+    def _abort_choice(self, sequence: Sequence) -> None:
+        """Ends one choice; one that is still to be forked ends once the prompt they share is computed."""
+        if sequence.num_generated or sequence.request.submit.n == 1:
+            self._finish(sequence, StopReason.ABORTED)
+        else:
+            sequence.request.unwanted.add(sequence.index)
+
+    def _end(self, sequence: Sequence) -> None:
+        choices = self.requests[sequence.request.id]
+        choices.remove(sequence)
+        if not choices:
+            del self.requests[sequence.request.id]
+        try:
+            self.scheduler.remove(sequence)
+        except ReleaseError:
+            log.exception("%s could not return everything", sequence.id)
+
+    def _reject(self, submit: Submit, reason: ErrorReason, message: str, retry_after_s: float | None = None) -> None:
+        self.send(Rejected(submit.request_id, reason, message, retry_after_s=retry_after_s))
+
+    def _expire(self, now: float) -> None:
+        for choices in list(self.requests.values()):
+            request = choices[0].request
+            if request.deadline is not None and now >= request.deadline:
+                self._fail(request, ErrorReason.DEADLINE_EXCEEDED, "the deadline has passed")
+
+    def _refuse_stuck(self) -> None:
+        sequence = self.scheduler.stuck()
+        if sequence is not None:
+            reason = "it needs more blocks than pins leave"
+            self._fail(sequence.request, ErrorReason.NO_CAPACITY, reason, retry_after_s=5.0)
+
+    def _usage(self, request: Request) -> Usage:
+        assert request.admitted is not None
+        assert request.prefilled is not None
+        return Usage(
+            prompt_tokens=request.prompt_len,
+            cached_device=request.cached_len,
+            cached_host=0,
+            cached_disk=0,
+            queue_s=request.admitted - request.arrived,
+            prefill_s=request.prefilled - request.admitted,
+            first_token_s=self.clock() - request.arrived,
+        )
+
+    def _flush(self) -> None:
+        if self._tokens or self._finished:
+            self.send(StepOutput(tuple(self._tokens), tuple(self._finished)))
+            self._tokens.clear()
+            self._finished.clear()

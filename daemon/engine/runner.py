@@ -1,0 +1,88 @@
+"""Runs forwards: decode rows of many sequences at once, and one grid chunk at a time, in slices.
+
+A chunk is alone in its forward and writes the state after it into a shadow slot, so that a chunk dropped half-way has
+changed nothing that anybody reads: its rows lie in private blocks beyond `computed_len`.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from daemon.batch import SequenceRows, make_batch
+from daemon.engine.sequence import Sequence
+from daemon.models.base import Model, Steps, finish
+from tiers.pools import DevicePools
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A forward of prompt positions [start, end), paused or done."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    forward: Steps
+    elapsed_s: float = 0.0
+
+
+class Runner:
+    """Owns the shadow slot; sequences own everything else."""
+
+    def __init__(self, model: Model, pools: DevicePools, shadow_slot: int) -> None:
+        self.model = model
+        self.pools = pools
+        self.shadow_slot = shadow_slot
+
+    def decode(self, sequences: tuple[Sequence, ...]) -> torch.Tensor:
+        """One row of each sequence; logits [num_seqs, vocab_size] fp32."""
+        rows: list[SequenceRows] = []
+        for sequence in sequences:
+            slot, position = _slot_of(sequence), sequence.computed_len
+            rows.append(
+                SequenceRows(
+                    [sequence.token_ids[position]], position, sequence.block_table, slot_in=slot, slot_out=slot
+                )
+            )
+        if self.model.caps.batched_decode:
+            return self._forward(rows)
+        return torch.cat([self._forward([row]) for row in rows])
+
+    def start_chunk(self, sequence: Sequence, start: int, end: int) -> Chunk:
+        """A chunk with nothing computed yet; its state goes to the shadow slot."""
+        rows = SequenceRows(
+            sequence.token_ids[start:end],
+            start,
+            sequence.block_table,
+            slot_in=_slot_of(sequence),
+            slot_out=self.shadow_slot,
+        )
+        batch = make_batch([rows], self.pools.layout.block_size, self.pools.blocks.device)
+        return Chunk(sequence, start, end, self.model.forward(batch, self.pools))
+
+    def advance(self, chunk: Chunk, slice_s: float) -> torch.Tensor | None:
+        """Computes for about `slice_s` seconds; logits [1, vocab_size] once the chunk is whole, else None."""
+        began = time.perf_counter()
+        try:
+            while True:
+                next(chunk.forward)
+                if time.perf_counter() - began >= slice_s:
+                    return None
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            chunk.elapsed_s += time.perf_counter() - began
+
+    def swap_shadow(self, slot: int) -> int:
+        """The finished chunk's slot, in exchange for the sequence's old one, which becomes the shadow."""
+        fresh, self.shadow_slot = self.shadow_slot, slot
+        return fresh
+
+    def _forward(self, rows: list[SequenceRows]) -> torch.Tensor:
+        batch = make_batch(rows, self.pools.layout.block_size, self.pools.blocks.device)
+        return finish(self.model.forward(batch, self.pools))
+
+
+def _slot_of(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

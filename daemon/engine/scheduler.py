@@ -1,0 +1,230 @@
+"""Who runs next: admission, growth, preemption, and the choice of chunk and decode rows.
+
+There is no prefill phase. Every running sequence catches up from what is computed to what is known: by grid chunks
+while inside its prompt, by single rows after it (which is also how a preempted one replays its answer). Blocks and slots
+are acquired all at once or not at all; a waiting sequence holds nothing. Knows no tensor and no clock.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from daemon.config import EngineConfig
+from daemon.engine.sequence import Request, Sequence, SequenceState
+from tiers.device import DeviceTier, Match
+from tiers.resources import Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: rows to decode, and the sequence whose prompt gets the rest of the time."""
+
+    decode: tuple[Sequence, ...]
+    prefill: Sequence | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence that has just acquired all it needs, with what was found of its prompt."""
+
+    sequence: Sequence
+    match: Match
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
+
+    def __init__(self, device: DeviceTier, config: EngineConfig) -> None:
+        self.device = device
+        self.growth_window = config.growth_window
+        self.max_queue = config.max_queue
+        self.max_sequences = min(config.max_sequences, device.slots.size - len(device.reserved_slots) - 1)
+        self.pin_limit = int(config.pin_fraction * device.num_usable_blocks)
+        self.waiting: list[Sequence] = []  # by order of arrival
+        self.running: list[Sequence] = []  # by order of admission
+        self._chunks_started = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(1 + len(sequence.siblings) for sequence in self.running)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def sequences(self) -> list[Sequence]:
+        """Every sequence alive, siblings included."""
+        alive = self.waiting + self.running
+        return alive + [sibling for sequence in alive for sibling in sequence.siblings]
+
+    def capacity_error(self, prompt_len: int, max_len: int, n: int) -> str | None:
+        """Why a request could never run, however empty the device; None where it could."""
+        if n > self.max_sequences:
+            return f"n is {n}, but only {self.max_sequences} sequences run at a time"
+        usable = self.device.num_usable_blocks - self.pin_limit
+        first_len = min(max_len, prompt_len + self.growth_window)
+        shared = prompt_len // self.device.layout.block_size
+        together = self.device.blocks_for(first_len) + (n - 1) * (self.device.blocks_for(first_len) - shared)
+        alone = self.device.blocks_for(max_len)
+        if max(together, alone) > usable:
+            return (
+                f"prompt of {prompt_len} tokens, at most {max_len} with the answer and n = {n}, needs "
+                f"{max(together, alone)} blocks of {self.device.layout.block_size} tokens; the device has {usable}"
+            )
+        return None
+
+    def enqueue(self, request: Request) -> Sequence:
+        """A new request at its place in the queue. The caller has checked `capacity_error` and the queue's bound."""
+        choices = [
+            Sequence(request, index, list(request.prompt_ids), Resources(f"{request.id}/{index}"))
+            for index in range(request.submit.n)
+        ]
+        choices[0].siblings = choices[1:]
+        self._wait(choices[0])
+        return choices[0]
+
+    def admit(self) -> list[Admitted]:
+        """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it."""
+        admitted: list[Admitted] = []
+        while self.waiting:
+            match = self._acquire(self.waiting[0])
+            if match is None:
+                break
+            sequence = self.waiting.pop(0)
+            for choice in [sequence, *sequence.siblings]:
+                choice.state = SequenceState.PREFILLING  # at least the prompt's last row is always computed
+            self.running.append(sequence)
+            admitted.append(Admitted(sequence, match))
+        return admitted
+
+    def stuck(self) -> Sequence | None:
+        """A sequence that waits although nothing else runs: what it needs is bound by pins."""
+        return self.waiting[0] if self.waiting and not self.running else None
+
+    def plan(self, in_flight: Sequence | None) -> tuple[Plan, list[Sequence]]:
+        """The next step, and the sequences preempted to make room for it.
+
+        Args:
+            in_flight: the sequence whose chunk is paused between layers; it keeps its turn.
+        """
+        preempted: list[Sequence] = []
+        decode: list[Sequence] = []
+        for sequence in sorted(self.running, key=lambda s: (s.request.order, s.index)):
+            if sequence.is_running and not sequence.in_prompt and self._has_room(sequence, preempted):
+                decode.append(sequence)
+        if in_flight is None or not in_flight.is_running:
+            in_flight = self._next_in_prompt()
+        return Plan(tuple(decode), in_flight), preempted
+
+    def start_chunk(self, sequence: Sequence) -> tuple[int, int]:
+        """Positions [start, end) of the next chunk."""
+        self._chunks_started += 1
+        start = sequence.computed_len
+        assert start % self.device.grid == 0
+        return start, min(start + self.device.grid, sequence.request.prompt_len)
+
+    def fork(self, lead: Sequence) -> list[Sequence]:
+        """Turns the siblings of a sequence whose prompt is computed into sequences of their own.
+
+        Full blocks become shared; the unfinished one and the slot are the caller's to copy, from the lead's to the
+        sibling's first tail block and slot.
+        """
+        size = self.device.layout.block_size
+        num_full = lead.request.prompt_len // size
+        forked, lead.siblings = lead.siblings, []
+        for sibling in forked:
+            for position, block_id in enumerate(lead.block_table[:num_full]):
+                node = lead.nodes[position] if position < len(lead.nodes) else None
+                self.device.share_block(sibling.resources, block_id, node)
+            sibling.block_table = lead.block_table[:num_full] + sibling.tail_blocks
+            sibling.tail_blocks = []
+            sibling.nodes = list(lead.nodes)
+            sibling.computed_len = lead.computed_len
+            sibling.state = SequenceState.DECODING
+            self.running.append(sibling)
+        return forked
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Everything it holds goes back; it waits at its place in the order of arrival."""
+        self.running.remove(sequence)
+        for choice in [sequence, *sequence.siblings]:
+            choice.forget()
+            choice.state = SequenceState.PREEMPTED
+        sequence.request.preemptions += 1
+        self._wait(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A choice has ended, wherever it was: all it holds goes back, and what its siblings hold to be forked."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        for sibling in sequence.siblings:
+            sibling.forget()
+        sequence.siblings = []
+        sequence.forget()
+
+    def check(self) -> None:
+        """Raises AssertionError where a sequence holds what its state does not allow."""
+        for sequence in self.waiting:
+            for choice in [sequence, *sequence.siblings]:
+                assert choice.resources.is_empty, f"{choice.id} waits and holds something"
+        for sequence in self.running:
+            assert sequence.slot is not None, f"{sequence.id} runs without a slot"
+            assert len(sequence.block_table) * self.device.layout.block_size >= sequence.computed_len
+            assert set(sequence.block_table) == set(sequence.resources.ids("block")), f"{sequence.id}: table and blocks"
+            for position, node in enumerate(sequence.nodes):
+                assert node.block_id == sequence.block_table[position], f"{sequence.id}: node and table disagree"
+
+    def _acquire(self, sequence: Sequence) -> Match | None:
+        """All a waiting sequence and its siblings need to start, or None with nothing held."""
+        request, device = sequence.request, self.device
+        match = device.lookup(request.prompt_ids, request.submit.namespace)
+        reserve_len = min(request.max_len, len(sequence.token_ids) + self.growth_window)
+        own = device.blocks_for(reserve_len) - len(match.nodes)
+        first_tail = request.prompt_len // device.layout.block_size
+        tail = device.blocks_for(reserve_len) - first_tail
+        choices = 1 + len(sequence.siblings)
+        newly_held = sum(node.is_cached for node in match.nodes)  # these stop being available
+        blocks = device.num_available_blocks - newly_held
+        slots = device.num_available_slots - (match.checkpoint is not None)
+        if self.num_running + choices > self.max_sequences or own + tail * (choices - 1) > blocks or choices > slots:
+            return None
+        resumed_at = match.nodes[-1] if match.nodes else None
+        sequence.block_table = device.hold_prefix(sequence.resources, match)
+        sequence.nodes = list(match.nodes)
+        sequence.block_table += device.take_blocks(sequence.resources, own)
+        sequence.slot = device.take_slot(sequence.resources, resumed_at)
+        sequence.computed_len = match.resume_len
+        for sibling in sequence.siblings:
+            sibling.tail_blocks = device.take_blocks(sibling.resources, tail)
+            sibling.slot = device.take_slot(sibling.resources, resumed_at)
+        return match
+
+    def _has_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """Makes sure the sequence's next row has a block, preempting younger ones; False where it had to go itself."""
+        if sequence.computed_len < len(sequence.block_table) * self.device.layout.block_size:
+            return True
+        while self.device.num_available_blocks == 0:
+            victim = max(self.running, key=lambda s: (s.request.order, s.index))
+            self.preempt(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table += self.device.take_blocks(sequence.resources, 1)
+        return True
+
+    def _next_in_prompt(self) -> Sequence | None:
+        """Chunks go by turns to the oldest prompt, so that none starves, and to the one nearest its end.
+
+        Of several equal prompts the oldest is both: it runs through, and the others find its blocks.
+        """
+        inside = [sequence for sequence in self.running if sequence.in_prompt]
+        if not inside:
+            return None
+        if self._chunks_started % 2:
+            return min(inside, key=lambda s: (s.request.prompt_len - s.computed_len, s.request.order))
+        return min(inside, key=lambda s: s.request.order)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: (s.request.order, s.index))

@@ -1,0 +1,92 @@
+"""A request and its sequences, as the engine holds them: token ids, positions, and what they have acquired."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from daemon.messages import Submit
+from tiers.resources import Resources
+from tiers.tree import Node
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is. WAITING holds nothing; FINISHED holds nothing any more."""
+
+    WAITING = "queued"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"  # lost everything, waits to be replayed
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the sequences of one Submit share. Times are seconds of the engine's clock."""
+
+    submit: Submit
+    prompt_ids: list[int]
+    order: int  # of arrival; a lower one is never preempted for a higher one
+    arrived: float
+    deadline: float | None
+    max_len: int  # prompt and answer: no sequence grows past it
+    admitted: float | None = None
+    prefilled: float | None = None
+    first_token: float | None = None
+    cached_len: int = 0
+    preemptions: int = 0
+    unwanted: set[int] = field(default_factory=set[int])  # choices aborted before the fork: they end right after it
+
+    @property
+    def id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. It catches up from `computed_len` to the length of `token_ids`, then draws a token.
+
+    Until the prompt's last row is computed, choice 0 stands for all: `siblings` wait on it with their slots and tail
+    blocks already acquired, and are forked from it then.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]  # prompt and answer
+    resources: Resources
+    state: SequenceState = SequenceState.WAITING
+    siblings: list["Sequence"] = field(default_factory=list["Sequence"])
+    block_table: list[int] = field(default_factory=list[int])
+    tail_blocks: list[int] = field(default_factory=list[int])  # a sibling's own, until it is forked
+    nodes: list[Node] = field(default_factory=list[Node])  # of the canonical blocks at the table's head
+    slot: int | None = None
+    computed_len: int = 0
+    checkpoint_at: frozenset[int] = frozenset()  # grid positions whose state is worth keeping
+
+    @property
+    def id(self) -> str:
+        return f"{self.request.id}/{self.index}"
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.request.prompt_len
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in (SequenceState.PREFILLING, SequenceState.DECODING)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Its next rows are a chunk of the prompt."""
+        return self.computed_len < self.request.prompt_len
+
+    def forget(self) -> None:
+        """Back to holding nothing; the token ids stay, so that a replay can bring everything else back."""
+        self.block_table = []
+        self.tail_blocks = []
+        self.nodes = []
+        self.slot = None
+        self.computed_len = 0
+        self.resources.release()

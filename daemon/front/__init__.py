@@ -1,0 +1,1 @@
+"""The front process: gRPC, limits, tokenizing, text, health. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Mixers, norms, MLPs and residual schemes, shared by the model families."""

@@ -1,0 +1,1 @@
+"""One file a family; the file's name is the model_type of its configuration."""

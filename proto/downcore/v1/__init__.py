@@ -1,0 +1,1 @@
+"""Package downcore.v1 of the wire."""

@@ -1,0 +1,238 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
+    ENGINE_STATE_LOADING: _ClassVar[EngineState]
+    ENGINE_STATE_SERVING: _ClassVar[EngineState]
+    ENGINE_STATE_DRAINING: _ClassVar[EngineState]
+    ENGINE_STATE_DOWN: _ClassVar[EngineState]
+
+class SequenceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_STATE_UNSPECIFIED: _ClassVar[SequenceState]
+    SEQUENCE_STATE_QUEUED: _ClassVar[SequenceState]
+    SEQUENCE_STATE_PREFILLING: _ClassVar[SequenceState]
+    SEQUENCE_STATE_DECODING: _ClassVar[SequenceState]
+    SEQUENCE_STATE_PREEMPTED: _ClassVar[SequenceState]
+ENGINE_STATE_UNSPECIFIED: EngineState
+ENGINE_STATE_LOADING: EngineState
+ENGINE_STATE_SERVING: EngineState
+ENGINE_STATE_DRAINING: EngineState
+ENGINE_STATE_DOWN: EngineState
+SEQUENCE_STATE_UNSPECIFIED: SequenceState
+SEQUENCE_STATE_QUEUED: SequenceState
+SEQUENCE_STATE_PREFILLING: SequenceState
+SEQUENCE_STATE_DECODING: SequenceState
+SEQUENCE_STATE_PREEMPTED: SequenceState
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "model", "family", "parameters", "dtype", "device", "max_context_tokens", "block_size", "grid", "state_fingerprint", "numerics_profile", "state", "engine_pid", "engine_starts", "steps", "uptime_s", "vocab_size", "bytes_per_token", "slot_bytes", "loaded")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_PROFILE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STARTS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model: str
+    family: str
+    parameters: int
+    dtype: str
+    device: str
+    max_context_tokens: int
+    block_size: int
+    grid: int
+    state_fingerprint: str
+    numerics_profile: str
+    state: EngineState
+    engine_pid: int
+    engine_starts: int
+    steps: int
+    uptime_s: float
+    vocab_size: int
+    bytes_per_token: int
+    slot_bytes: int
+    loaded: float
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., grid: _Optional[int] = ..., state_fingerprint: _Optional[str] = ..., numerics_profile: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., engine_pid: _Optional[int] = ..., engine_starts: _Optional[int] = ..., steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., vocab_size: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., loaded: _Optional[float] = ...) -> None: ...
+
+class ListTiersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Tier(_message.Message):
+    __slots__ = ("name", "medium", "capacity_bytes", "held_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "hit_tokens", "miss_tokens", "evicted_blocks", "blocks", "free_blocks", "cached_blocks", "slots", "free_slots")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    medium: str
+    capacity_bytes: int
+    held_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    pinned_bytes: int
+    hit_tokens: int
+    miss_tokens: int
+    evicted_blocks: int
+    blocks: int
+    free_blocks: int
+    cached_blocks: int
+    slots: int
+    free_slots: int
+    def __init__(self, name: _Optional[str] = ..., medium: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., slots: _Optional[int] = ..., free_slots: _Optional[int] = ...) -> None: ...
+
+class ListTiersResponse(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[Tier]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ...) -> None: ...
+
+class WatchTiersRequest(_message.Message):
+    __slots__ = ("interval_s",)
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
+
+class WatchTiersResponse(_message.Message):
+    __slots__ = ("tiers", "time_s")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[Tier]
+    time_s: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., time_s: _Optional[float] = ...) -> None: ...
+
+class ListSequencesRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class Sequence(_message.Message):
+    __slots__ = ("id", "request_id", "index", "state", "prompt_tokens", "completion_tokens", "computed_tokens", "cached_tokens", "blocks", "shared_blocks", "held_bytes", "age_s", "preemptions", "max_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    request_id: str
+    index: int
+    state: SequenceState
+    prompt_tokens: int
+    completion_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    blocks: int
+    shared_blocks: int
+    held_bytes: int
+    age_s: float
+    preemptions: int
+    max_tokens: int
+    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ListSequencesResponse(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[Sequence]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ...) -> None: ...
+
+class GetLedgerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LedgerEntry(_message.Message):
+    __slots__ = ("tier", "kind", "owner", "bytes", "count")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    kind: str
+    owner: str
+    bytes: int
+    count: int
+    def __init__(self, tier: _Optional[str] = ..., kind: _Optional[str] = ..., owner: _Optional[str] = ..., bytes: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class GetLedgerResponse(_message.Message):
+    __slots__ = ("entries", "balanced", "findings")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    BALANCED_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[LedgerEntry]
+    balanced: bool
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., balanced: _Optional[bool] = ..., findings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortSequenceRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class AbortSequenceResponse(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("drained", "open_requests")
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    drained: bool
+    open_requests: int
+    def __init__(self, drained: _Optional[bool] = ..., open_requests: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,148 @@
+"""An engine with the invented model, a clock of its own and no process: tests drive it step by step."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from daemon.config import EngineConfig
+from daemon.engine.engine import Engine
+from daemon.messages import (
+    Finished,
+    Rejected,
+    SamplingParams,
+    Started,
+    StepOutput,
+    Submit,
+    ToFront,
+    Usage,
+)
+from tests.engine.invented import EOS, Invented
+from tiers.device import DeviceTier
+from tiers.pools import DevicePools
+
+BLOCK, GRID = 4, 8
+
+
+class Harness:
+    """Runs the real engine; after every step checks the books, poisons what is free and guards what is shared."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        num_slots: int = 24,
+        model: Invented | None = None,
+        slice_ms: float = 0.1,
+        **config: object,
+    ) -> None:
+        self.model = model or Invented()
+        self.now = 0.0
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[str, int], Finished] = {}
+        self.rejected: dict[str, Rejected] = {}
+        self.usage: dict[str, Usage] = {}
+        self.other: list[ToFront] = []
+        settings = {"max_sequences": 16, "growth_window": 8, **config}
+        self.config = EngineConfig("invented", block_size=BLOCK, grid=GRID, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
+        layout = self.model.layout(BLOCK)
+        self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
+        self.device = DeviceTier(layout, grid=GRID, num_blocks=num_blocks, num_slots=num_slots, fingerprint=b"f" * 32)
+        self.engine = Engine(
+            config=self.config,
+            model=self.model,
+            pools=self.pools,
+            device=self.device,
+            send=self._receive,
+            clock=lambda: self.now,
+        )
+        self._shared: dict[bytes, tuple[int, bytes]] = {}  # key of a published block: its id and bytes then
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        deadline_s: float | None = None,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        **sampling: object,
+    ) -> None:
+        params = SamplingParams(**{"seed": 0, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        self.engine.handle(
+            Submit(
+                request_id=request_id,
+                prompt_ids=array("i", prompt).tobytes(),
+                n=n,
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                stop_token_ids=() if ignore_eos else (EOS,),
+                sampling=params,
+                namespace=namespace,
+                deadline_s=deadline_s,
+            )
+        )
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += 0.01
+            with torch.inference_mode():
+                self.engine.step()
+            self.engine.check()
+            self._guard()
+
+    def run(self, limit: int = 20_000) -> int:
+        """Steps until idle; how many it took."""
+        for count in range(limit):
+            if self.engine.is_idle:
+                return count
+            self.step()
+        raise AssertionError(f"no end after {limit} steps: no progress")
+
+    def assert_idle_books(self) -> None:
+        """Nothing is held, and free + cached + reserved = pool for blocks and slots."""
+        device = self.device
+        self.engine.check()
+        assert self.engine.is_idle
+        assert not self.engine.requests
+        assert self.engine.chunk is None
+        assert device.blocks.num_free + device.tree.num_cached + 1 == device.blocks.size
+        assert device.slots.num_free + device.tree.num_checkpoints + 2 == device.slots.size
+
+    def _receive(self, message: ToFront) -> None:
+        match message:
+            case StepOutput():
+                for token in message.tokens:
+                    self.tokens[(token.request_id, token.index)].append(token.token_id)
+                for end in message.finished:
+                    assert (end.request_id, end.index) not in self.finished, "a choice ended twice"
+                    self.finished[(end.request_id, end.index)] = end
+            case Rejected():
+                assert message.request_id not in self.rejected, "a request failed twice"
+                self.rejected[message.request_id] = message
+            case Started():
+                self.usage[message.request_id] = message.usage
+            case _:
+                self.other.append(message)
+
+    def _guard(self) -> None:
+        """Free blocks and slots become NaN; published blocks must keep their bytes for as long as they are known."""
+        pools, device = self.pools, self.device
+        for id_ in range(device.blocks.size):
+            if device.blocks.refs(id_) == 0 or id_ == 0:
+                pools.blocks[id_] = 0xFF
+        for id_ in range(device.slots.size):
+            if device.slots.refs(id_) == 0 or id_ == 0:
+                pools.slots[id_] = 0xFF
+        published: dict[bytes, tuple[int, bytes]] = {}
+        for node in device.tree.nodes():
+            assert node.block_id is not None
+            image = pools.blocks[node.block_id].numpy().tobytes()
+            known = self._shared.get(node.key)
+            assert known is None or known[0] != node.block_id or known[1] == image, "a shared block was written"
+            published[node.key] = (node.block_id, image)
+        self._shared = published

@@ -1,0 +1,87 @@
+"""Random traffic on small pools: it always makes progress, never writes a shared block, and returns everything."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.engine.sequence import Sequence, SequenceState
+from daemon.messages import Abort, StopReason
+from tests.campaigns.budget import seeds
+from tests.engine.harness import BLOCK, GRID, Harness
+from tests.engine.invented import VOCAB, Oracle
+
+
+def random_prompt(rng: random.Random, longest: int) -> list[int]:
+    """Prompts of a few families, so that prefixes are shared."""
+    family = rng.randrange(3)
+    return [3 + (i * (5 + family) + family) % (VOCAB - 3) for i in range(rng.randint(1, longest))]
+
+
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(24, 40), slots=st.integers(11, 14))
+@settings(max_examples=20, deadline=None)
+def test_small_pools_with_pins_and_eight_choices_always_make_progress(seed: int, num_blocks: int, slots: int) -> None:
+    rng = random.Random(seed)
+    harness = Harness(num_blocks=num_blocks, num_slots=slots, max_sequences=8, pin_fraction=0.25, growth_window=4)
+    scheduler, device = harness.engine.scheduler, harness.device
+    expected: dict[tuple[str, int], list[int]] = {}
+    oracle = Oracle(harness.model, BLOCK)
+    pinned = []
+    for i in range(12):
+        prompt = random_prompt(rng, 3 * GRID)
+        n, max_tokens = rng.choice([1, 1, 2, 8]), rng.randint(1, 10)
+        harness.submit(f"r{i}", prompt, max_tokens, n=n, temperature=1.0, seed=i)
+        for choice in range(n):
+            expected[(f"r{i}", choice)] = oracle.answer(prompt, max_tokens, seed=i + choice, temperature=1.0)
+        harness.step(rng.randint(0, 12))
+        match = device.lookup(prompt, "")
+        if match.nodes and device.pin(match.nodes, scheduler.pin_limit):
+            pinned.append(match.nodes)
+    harness.run()
+    for nodes in pinned:
+        device.unpin(nodes)
+    refused = {request_id for request_id, rejected in harness.rejected.items() if "needs" in rejected.message}
+    assert set(harness.rejected) == refused
+    for (request_id, index), answer in expected.items():
+        if request_id not in refused:
+            assert harness.tokens[(request_id, index)] == answer, (request_id, index)
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("seed", seeds(fraction=4, full=40))
+def test_cancelling_in_every_state_returns_every_count(seed: int) -> None:
+    """Half of the requests are cancelled, each while it is in a state picked for it."""
+    rng = random.Random(seed)
+    harness = Harness(num_blocks=40, max_sequences=8)
+    wanted = {f"r{i}": rng.choice(["queued", "prefilling", "decoding", "forked", "preempted"]) for i in range(60)}
+    cancelled: Counter[str] = Counter()
+    waiting = list(wanted)
+    while waiting or not harness.engine.is_idle:
+        if waiting and rng.random() < 0.4:
+            name = waiting.pop(0)
+            n = rng.choice([2, 4]) if wanted[name] == "forked" else rng.choice([1, 1, 2])
+            harness.submit(
+                name, random_prompt(rng, 6 * GRID), rng.randint(4, 24), n=n, temperature=1.0, ignore_eos=True
+            )
+        harness.step()
+        for request_id, choices in list(harness.engine.requests.items()):
+            state = state_of(choices)
+            if state == wanted[request_id] and int(request_id[1:]) % 2 and rng.random() < 0.6:
+                harness.engine.handle(Abort(request_id))
+                cancelled[state] += 1
+                harness.engine.check()
+    aborted = {key for key, end in harness.finished.items() if end.reason is StopReason.ABORTED}
+    assert aborted
+    assert sum(cancelled.values()) >= 10
+    assert len(cancelled) >= 4, cancelled
+    harness.assert_idle_books()
+
+
+def state_of(choices: list[Sequence]) -> str:
+    if any(choice.state is SequenceState.PREEMPTED for choice in choices):
+        return "preempted"
+    if len(choices) > 1 and all(choice.num_generated for choice in choices):
+        return "forked"
+    return choices[0].state.value

@@ -1,0 +1,1 @@
+"""State by position: layouts, pools, keys, the prefix tree and the ledger. Knows no model family."""

@@ -1,0 +1,279 @@
+"""The device tier's books: who has which block and slot, and which prefixes can be reused.
+
+Ids only; the bytes are in tiers/pools.py, and whoever asks for an id copies them. A block is free, cached (in the tree,
+nothing holds it) or held; a slot is free, a checkpoint of the tree, or held. free + cached + held = pool, for both.
+
+A block that the tree knows is owned by the tree and by every sequence that runs through it. Such blocks are canonical:
+their whole grid chunk was computed by one full-length forward, so whoever holds them may read them and none may write.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tiers.id_pool import IdPool
+from tiers.keys import Provenance, root_key, token_bytes
+from tiers.layout import StateLayout
+from tiers.resources import Resources
+from tiers.tree import Node, PrefixTree
+
+
+class MatchEnd(StrEnum):
+    """Why a look-up did not go further."""
+
+    WHOLE = "every grid position below the prompt's end is cached"
+    UNKNOWN = "no further block is known"
+    SHORT = "the prompt has no grid position strictly inside"
+    NO_CHECKPOINT = "blocks are known further, but no checkpoint of the recurrent state"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a look-up found. Positions [0, resume_len) need not be computed; `nodes` hold them."""
+
+    nodes: tuple[Node, ...]
+    resume_len: int  # a multiple of the grid, strictly below the prompt's length
+    known_len: int  # tokens of the known path, floored to the grid: where the prompt leaves it
+    end: MatchEnd
+
+    @property
+    def checkpoint(self) -> int | None:
+        """Slot id of the state at resume_len, where the model has slots."""
+        return self.nodes[-1].checkpoint if self.nodes else None
+
+
+@dataclass(slots=True)
+class DeviceStats:
+    """Counters since start-up."""
+
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+    evicted_blocks: int = 0
+    evicted_checkpoints: int = 0
+
+
+class DeviceTier:
+    """Books of one device. Block 0 and slot 0 are reserved: padding points at them, nobody holds them."""
+
+    def __init__(self, layout: StateLayout, *, grid: int, num_blocks: int, num_slots: int, fingerprint: bytes) -> None:
+        layout.check_grid(grid)
+        self.layout = layout
+        self.grid = grid
+        self.fingerprint = fingerprint
+        self.blocks = IdPool(num_blocks)
+        self.slots = IdPool(num_slots)
+        self.tree = PrefixTree()
+        self.stats = DeviceStats()
+        self.reserved_blocks = self.blocks.take(1)
+        self.reserved_slots = self.slots.take(1)
+        assert self.reserved_blocks == [0]
+        assert self.reserved_slots == [0]
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that sequences, cache and pins share."""
+        return self.blocks.size - len(self.reserved_blocks)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that could be taken now, evicting what nothing holds."""
+        return self.blocks.num_free + self.tree.num_cached
+
+    @property
+    def num_available_slots(self) -> int:
+        return self.slots.num_free + self.tree.num_checkpoints
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that cover positions [0, num_tokens)."""
+        return -(-num_tokens // self.layout.block_size)
+
+    def lookup(self, token_ids: Sequence[int], namespace: str, after: Node | None = None) -> Match:
+        """How much of a prompt is here, beyond `after`, whose path it is known to run through.
+
+        Holds nothing and refreshes nothing. With slots a prefix is only as long as its deepest checkpoint at a grid
+        position. `nodes` are those beyond `after`, `resume_len` and `known_len` count from the prompt's start.
+        """
+        size = self.layout.block_size
+        start = after.depth * size if after is not None else 0
+        last = (len(token_ids) - 1) // self.grid * self.grid  # the largest grid position below the end
+        root = after or self.tree.root(self._root_key(namespace))
+        path = self.tree.walk(root, self._block_tokens(token_ids, start, len(token_ids) // self.grid * self.grid))
+        known_len = (start + len(path) * size) // self.grid * self.grid
+        resume_len = min(known_len, last)
+        if self.layout.slots:
+            while resume_len > start and path[(resume_len - start) // size - 1].checkpoint is None:
+                resume_len -= self.grid
+        if last == 0:
+            end = MatchEnd.SHORT
+        elif resume_len == last:
+            end = MatchEnd.WHOLE
+        elif resume_len < min(known_len, last):
+            end = MatchEnd.NO_CHECKPOINT
+        else:
+            end = MatchEnd.UNKNOWN
+        return Match(tuple(path[: (resume_len - start) // size]), max(resume_len, start), known_len, end)
+
+    def hold_prefix(self, resources: Resources, match: Match) -> list[int]:
+        """Makes a sequence a holder of the matched blocks; returns their ids in order."""
+        for node in match.nodes:
+            self._hold_node(resources, node)
+        if match.nodes:
+            self.tree.use(match.nodes[-1])
+        return [_block_of(node) for node in match.nodes]
+
+    def take_blocks(self, resources: Resources, count: int) -> list[int]:
+        """`count` private blocks, evicting the oldest cached ones as needed. The caller has checked availability."""
+        while self.blocks.num_free < count:
+            self._evict_block()
+        ids = self.blocks.take(count)
+        for id_ in ids:
+            resources.hold("block", id_, lambda id_=id_: self.blocks.release(id_))
+        return ids
+
+    def take_slot(self, resources: Resources, keep: Node | None = None) -> int:
+        """A slot with unknown contents. The caller has checked availability.
+
+        Args:
+            keep: a node whose checkpoint is about to be copied and must not be the one that makes room.
+        """
+        if self.slots.num_free == 0:
+            self._evict_checkpoint(keep)
+        (id_,) = self.slots.take(1)
+        resources.hold("slot", id_, lambda: self.slots.release(id_))
+        return id_
+
+    def adopt(self, resources: Resources, block_id: int, node: Node) -> int:
+        """Returns a private block and holds a tree's block in its place; the new block's id."""
+        resources.drop("block", block_id)
+        self._hold_node(resources, node)
+        return _block_of(node)
+
+    def share_block(self, resources: Resources, block_id: int, node: Node | None) -> None:
+        """One more holder of a block that another sequence holds: a fork's. `node` where the tree knows the block."""
+        if node is not None:
+            assert node.block_id == block_id
+            self._hold_node(resources, node)
+        else:
+            self.blocks.share(block_id)
+            resources.hold("block", block_id, lambda: self.blocks.release(block_id))
+
+    def publish(
+        self, resources: Resources, *, parent: Node | None, namespace: str, tokens: bytes, block_id: int
+    ) -> Node | None:
+        """Gives a canonical block to the tree, under `parent` (None: the namespace's root).
+
+        Where the tree has the block already, its copy wins: the sequence then holds that one, and `block_id` is
+        returned to the pool. None where the place in the tree belongs to other tokens with the same key; the block
+        then stays private.
+        """
+        above = parent or self.tree.root(self._root_key(namespace))
+        known = self.tree.child(above, tokens)
+        if known is not None:
+            self.adopt(resources, block_id, known)
+            return known
+        node = self.tree.insert(above, tokens, block_id)
+        if node is not None:
+            self.blocks.share(block_id)  # the tree's own
+            resources.swap("block", block_id, block_id, lambda: self._release_node(node))
+        return node
+
+    def pin(self, nodes: Sequence[Node], limit: int) -> bool:
+        """Keeps a path, from its first block on, from eviction; False and nothing done past `limit` pinned blocks."""
+        if self.tree.num_pinned + sum(node.pins == 0 for node in nodes) > limit:
+            return False
+        for node in nodes:
+            self.tree.pin(node)
+        return True
+
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        """Takes back one pin of each."""
+        for node in nodes:
+            self.tree.unpin(node)
+
+    def take_checkpoint(self, node: Node) -> int | None:
+        """A slot for the state after `node`, to be filled now; None where it has one or no slot can be spared."""
+        if node.checkpoint is not None:
+            return None
+        if self.slots.num_free == 0:
+            if self.tree.num_checkpoints == 0:
+                return None
+            self._evict_checkpoint()
+        (slot_id,) = self.slots.take(1)
+        self.tree.set_checkpoint(node, slot_id)
+        return slot_id
+
+    def drop_cache(self) -> int:
+        """Forgets every prefix that nothing holds; returns how many blocks that freed."""
+        before = self.blocks.num_free
+        while self.tree.num_cached:
+            self._evict_block()
+        return self.blocks.num_free - before
+
+    def check(self) -> None:
+        """Raises AssertionError where free + cached + held is not the pool."""
+        self.blocks.check()
+        self.slots.check()
+        self.tree.check()
+        for node in self.tree.nodes():
+            refs = self.blocks.refs(_block_of(node))
+            assert refs == 1 + node.holders, f"block {node.block_id}: {refs} owners, tree and {node.holders} holders"
+            assert node.checkpoint is None or self.slots.refs(node.checkpoint) == 1
+        assert self.blocks.num_held >= self.tree.num_cached + len(self.reserved_blocks)
+
+    def astray(self, owners: Sequence[Resources]) -> list[str]:
+        """What is held but by none of `owners`, by name: empty when every block and slot is accounted for."""
+        findings: list[str] = []
+        expected = {("block", id_): 1 for id_ in self.reserved_blocks} | {
+            ("slot", id_): 1 for id_ in self.reserved_slots
+        }
+        for node in self.tree.nodes():
+            expected[("block", _block_of(node))] = 1
+            if node.checkpoint is not None:
+                expected[("slot", node.checkpoint)] = 1
+        for resources in owners:
+            for kind in ("block", "slot"):
+                for id_ in resources.ids(kind):
+                    assert isinstance(id_, int)
+                    expected[(kind, id_)] = expected.get((kind, id_), 0) + 1
+        for kind, pool in (("block", self.blocks), ("slot", self.slots)):
+            for id_ in range(pool.size):
+                if pool.refs(id_) != expected.get((kind, id_), 0):
+                    findings.append(f"{kind} {id_}: {pool.refs(id_)} owners, {expected.get((kind, id_), 0)} known")
+        return findings
+
+    def _root_key(self, namespace: str) -> bytes:
+        return root_key(self.fingerprint, Provenance.EXACT, namespace)
+
+    def _block_tokens(self, token_ids: Sequence[int], start: int, end: int) -> Iterator[bytes]:
+        size = self.layout.block_size
+        for first in range(start, end, size):
+            yield token_bytes(token_ids[first : first + size])
+
+    def _hold_node(self, resources: Resources, node: Node) -> None:
+        self.tree.hold(node)
+        self.blocks.share(_block_of(node))
+        resources.hold("block", _block_of(node), lambda: self._release_node(node))
+
+    def _release_node(self, node: Node) -> None:
+        self.tree.unhold(node)
+        self.blocks.release(_block_of(node))
+
+    def _evict_block(self) -> None:
+        node = self.tree.pop_oldest()
+        assert node is not None, "more blocks wanted than can be had"
+        self.blocks.release(_block_of(node))
+        self.stats.evicted_blocks += 1
+        if node.checkpoint is not None:
+            self.slots.release(self.tree.clear_checkpoint(node))
+            self.stats.evicted_checkpoints += 1
+
+    def _evict_checkpoint(self, keep: Node | None = None) -> None:
+        node = self.tree.oldest_checkpoint(keep)
+        assert node is not None, "more slots wanted than can be had"
+        self.slots.release(self.tree.clear_checkpoint(node))
+        self.stats.evicted_checkpoints += 1
+
+
+def _block_of(node: Node) -> int:
+    assert node.block_id is not None, "a root has no block"
+    return node.block_id

@@ -1,0 +1,49 @@
+"""Every byte of a tier by owner and kind, read from the books that decide about it."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from tiers.device import DeviceTier
+from tiers.resources import Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Bytes of one kind that one owner has. The entries of a kind sum to its pool."""
+
+    kind: str  # "blocks" or "slots"
+    owner: str  # "free", "cache", "reserved", "shared", "astray" or a sequence's id
+    num_bytes: int
+    count: int
+
+
+def device_ledger(device: DeviceTier, owners: Sequence[Resources]) -> list[Entry]:
+    """Who has each block and each slot of the device. What several sequences hold is "shared", once."""
+    in_tree = {node.block_id for node in device.tree.nodes()}
+    checkpoints = {node.checkpoint for node in device.tree.nodes() if node.checkpoint is not None}
+    reserved = {"block": set(device.reserved_blocks), "slot": set(device.reserved_slots)}
+    entries: list[Entry] = []
+    for kind, pool, cached, size in (
+        ("block", device.blocks, in_tree, device.layout.block_bytes),
+        ("slot", device.slots, checkpoints, device.layout.slot_bytes),
+    ):
+        holders: dict[Hashable, list[str]] = {}
+        for resources in owners:
+            for id_ in resources.ids(kind):
+                holders.setdefault(id_, []).append(resources.owner)
+        counts: Counter[str] = Counter()
+        for id_ in range(pool.size):
+            names = holders.get(id_, [])
+            if pool.refs(id_) == 0:
+                counts["free"] += 1
+            elif len(names) > 1:
+                counts["shared"] += 1
+            elif names:
+                counts[names[0]] += 1
+            elif id_ in cached:
+                counts["cache"] += 1
+            else:
+                counts["reserved" if id_ in reserved[kind] else "astray"] += 1
+        entries += [Entry(f"{kind}s", owner, count * size, count) for owner, count in sorted(counts.items())]
+    return entries
