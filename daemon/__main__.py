@@ -6,7 +6,7 @@ import sys
 import uvloop
 
 from daemon.front import grpc_mend, memory
-from daemon.front.config import parse_args
+from daemon.front.config import FrontConfig, parse_args
 from daemon.front.server import serve
 from daemon.front.sockets import ListenError
 from daemon.front.supervisor import EngineFailed
@@ -15,7 +15,11 @@ from daemon.front.tokenizer_pool import TokenizerFailed
 
 def main() -> int:
     """Exit status: 0 after an orderly end, 1 where it cannot serve, 2 for wrong flags."""
-    config = parse_args()
+    return run(parse_args())
+
+
+def run(config: FrontConfig) -> int:
+    """Serves until a signal. Returns: the exit status."""
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -1,0 +1,270 @@
+"""GenerationService: from a request to its stream.
+
+A Generate call goes through these steps: checked, put on the table, tokenized, submitted to the engine, streamed, taken
+off the table. Whatever ends it, what the engine holds for it is given back by one Abort.
+"""
+
+import array
+import asyncio
+import random
+import sys
+import time
+from typing import Any
+
+from downcore.v1 import generation_pb2 as pb
+
+from daemon import messages
+from daemon.errors import ErrorReason, RequestError
+from daemon.front import tokenizer_messages as tm
+from daemon.front import validate
+from daemon.front.config import FrontConfig
+from daemon.front.requests import OpenRequest, RequestTable, cached_tokens
+from daemon.front.supervisor import Supervisor
+from daemon.front.text import TokenTable
+from daemon.front.tokenizer_pool import TokenizerPool
+
+NAMESPACE = "default"  # callers are not told apart before there is authentication
+MAX_SEED = (1 << 63) - 1
+
+
+class GenerationService:
+    """The methods of downcore.v1.GenerationService."""
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        table: RequestTable,
+        supervisor: Supervisor,
+        tokenizers: TokenizerPool,
+        tokens: TokenTable,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._supervisor = supervisor
+        self._tokenizers = tokenizers
+        self._tokens = tokens
+        self._loop = asyncio.get_running_loop()
+        self._random = random.SystemRandom()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        arrived_s = time.monotonic()
+        self._table.check_open()
+        validate.check(request, validate.GENERATE, self._limits())
+        open_request = self._table.open(request.request_id, arrived_s)
+        open_request.handler = asyncio.current_task()
+        deadline = self._enforce_deadline(open_request, context)
+        try:
+            await self._answer(request, open_request, context)
+        except asyncio.CancelledError:
+            # Cancelled by the client, or here because its client does not read: then the error says so.
+            if open_request.error is None:
+                raise
+            raise open_request.error from None
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            if open_request.submitted and (open_request.num_unfinished or open_request.error is not None):
+                self._supervisor.send(messages.Abort(open_request.wire_id))
+            self._table.close(open_request)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self._table.check_open()
+        validate.check(request, validate.TOKENIZE, self._limits())
+        ids = _array(await self._encode(request))
+        return pb.TokenizeResponse(token_ids=ids, tokens=[self._tokens[token_id] for token_id in ids])
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        validate.check(request, validate.ABORT, validate.NO_LIMITS)
+        found = self._table.find(request.request_id)
+        if found is None:
+            return pb.AbortResponse(found=False)
+        self.abort(found)
+        return pb.AbortResponse(found=True)
+
+    def abort(self, request: OpenRequest) -> int:
+        """Ends all answers of a request as aborted. Returns: how many were unfinished."""
+        num_ended = len(request.abort())
+        if num_ended and request.submitted:
+            self._supervisor.send(messages.Abort(request.wire_id))
+        return num_ended
+
+    def _limits(self) -> validate.Limits:
+        info = self._supervisor.require_ready()
+        return validate.Limits(
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+            max_answer_tokens=self._config.max_tokens_limit or info.max_context_tokens,
+            max_prompt_bytes=self._config.max_prompt_bytes,
+        )
+
+    def _enforce_deadline(self, request: OpenRequest, context: Any) -> asyncio.TimerHandle | None:
+        remaining_s = context.time_remaining()
+        if remaining_s is None:
+            return None
+        error = RequestError(ErrorReason.DEADLINE_EXCEEDED, "the deadline is over")
+        return self._loop.call_later(max(remaining_s, 0.0), self._end, request, error)
+
+    def _end(self, request: OpenRequest, error: RequestError) -> None:
+        request.fail(error)
+        # Not waiting for the engine but for a tokenizer or for its client: only cancelling gets through.
+        if request.handler is not None and not request.is_waiting:
+            request.handler.cancel()
+
+    def end_stalled(self) -> int:
+        """Ends the requests whose client has taken no message for too long. Returns: how many."""
+        oldest_s = self._loop.time() - self._config.stall_timeout_s
+        num_ended = 0
+        for request in self._table:
+            if request.write_began_s is not None and (request.write_began_s < oldest_s or request.error is not None):
+                self._end(request, RequestError(ErrorReason.READER_STALLED, "the client reads too slowly"))
+                num_ended += 1
+        return num_ended
+
+    async def _answer(self, request: pb.GenerateRequest, open_request: OpenRequest, context: Any) -> None:
+        stopping = request.stopping
+        n = request.n if request.HasField("n") else 1
+        open_request.expect(n, tuple(stopping.stop), stopping.min_tokens, self._tokens)
+        prompt_ids = await self._prompt_ids(request, open_request)
+        sampling = _sampling(request.sampling, self._random)
+        if open_request.num_unfinished:  # not aborted meanwhile
+            submit = self._submission(request, open_request, prompt_ids, sampling, context)
+            open_request.submitted_s = time.monotonic()
+            self._supervisor.submit(submit)
+            open_request.submitted = True
+        await self._stream(open_request, context, sampling.seed)
+        usage = open_request.usage
+        summary = pb.GenerateSummary(
+            usage=pb.Usage(
+                prompt_tokens=len(prompt_ids) // 4,
+                cached_tokens=cached_tokens(usage) if usage is not None else None,
+                completion_tokens=open_request.completion_tokens,
+            ),
+            timings=_timings(open_request),
+        )
+        response = pb.GenerateResponse(request_id=open_request.request_id, summary=summary)
+        await self._write(open_request, context, response)
+
+    async def _stream(self, request: OpenRequest, context: Any, seed: int) -> None:
+        info = self._supervisor.info
+        model = info.model if info is not None else ""
+        while not request.all_sent:
+            await request.wait()
+            for response in request.take(model, seed):
+                await self._write(request, context, response)
+
+    async def _write(self, request: OpenRequest, context: Any, response: pb.GenerateResponse | bytes) -> None:
+        request.write_began_s = self._loop.time()
+        await context.write(response)
+        request.write_began_s = None
+
+    async def _prompt_ids(self, request: pb.GenerateRequest, open_request: OpenRequest) -> bytes:
+        """Little-endian int32; empty where the request was aborted before it had any."""
+        if request.WhichOneof("prompt") == "token_ids":
+            return _little_endian(array.array("i", request.token_ids.ids))
+        open_request.tokenizing = encoding = asyncio.ensure_future(self._encode(request))
+        try:
+            await asyncio.wait((encoding,))
+        finally:
+            open_request.tokenizing = None
+            encoding.cancel()
+        return b"" if encoding.cancelled() else encoding.result()
+
+    async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> bytes:
+        if request.WhichOneof("prompt") == "text":
+            return await self._tokenizers.encode(tm.EncodeText(request.text), "text")
+        turns = tuple(tm.Turn(message.role, message.content) for message in request.chat.messages)
+        # A template adds a few words to each message.
+        max_bytes = 2 * self._config.max_prompt_bytes
+        return await self._tokenizers.encode(tm.EncodeChat(turns, max_bytes), "chat")
+
+    def _submission(
+        self,
+        request: pb.GenerateRequest,
+        open_request: OpenRequest,
+        prompt_ids: bytes,
+        sampling: messages.SamplingParams,
+        context: Any,
+    ) -> messages.Submit:
+        info = self._supervisor.require_ready()
+        prompt_len = len(prompt_ids) // 4
+        field = request.WhichOneof("prompt") or "prompt"
+        if prompt_len == 0:
+            raise RequestError(ErrorReason.INVALID_ARGUMENT, "has no token", field=field)
+        room = info.max_context_tokens - prompt_len
+        if room < 1:
+            message = f"has {prompt_len} tokens; the context takes {info.max_context_tokens - 1} and an answer"
+            raise RequestError(ErrorReason.CONTEXT_TOO_LONG, message, field=field)
+        stopping = request.stopping
+        if stopping.HasField("max_tokens"):
+            max_tokens = stopping.max_tokens
+            if max_tokens > room:
+                message = f"{max_tokens} do not fit: the context leaves {room} after a prompt of {prompt_len} tokens"
+                raise RequestError(ErrorReason.CONTEXT_TOO_LONG, message, field="stopping.max_tokens")
+        else:
+            n = request.n if request.HasField("n") else 1
+            max_tokens = min(room, self._config.max_tokens_limit or room, _pool_room(info, prompt_len, n))
+            if stopping.min_tokens > max_tokens:
+                message = f"{stopping.min_tokens} do not fit: there is room for {max_tokens}"
+                raise RequestError(ErrorReason.CONTEXT_TOO_LONG, message, field="stopping.min_tokens")
+        ends = () if stopping.ignore_eos else info.eos_token_ids
+        return messages.Submit(
+            request_id=open_request.wire_id,
+            prompt_ids=prompt_ids,
+            n=request.n if request.HasField("n") else 1,
+            max_tokens=max_tokens,
+            min_tokens=stopping.min_tokens,
+            stop_token_ids=(*stopping.stop_token_ids, *ends),
+            sampling=sampling,
+            namespace=NAMESPACE,
+            deadline_s=context.time_remaining(),
+        )
+
+
+def _pool_room(info: messages.EngineInfo, prompt_len: int, n: int) -> int:
+    """Tokens that each of n answers can have in the engine's blocks; the prompt's full blocks are shared."""
+    full_blocks, rest = divmod(prompt_len, info.block_size)
+    return max((info.num_blocks - full_blocks) // n * info.block_size - rest, 1)
+
+
+def _sampling(given: pb.SamplingParams, source: random.Random) -> messages.SamplingParams:
+    """Checked parameters as the engine takes them; an absent field has its default there."""
+    values: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "typical_p",
+            "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+        )
+        if given.HasField(name)
+    }  # fmt: skip
+    values.setdefault("seed", source.randint(0, MAX_SEED))
+    return messages.SamplingParams(
+        **values, logit_bias=dict(given.logit_bias), logprobs=given.logprobs, top_logprobs=given.top_logprobs
+    )
+
+
+def _timings(request: OpenRequest) -> pb.Timings:
+    """The engine's times are from its own arrival; the front adds what came before, and reads the rest itself."""
+    usage = request.usage
+    before_s = request.submitted_s - request.arrived_s
+    first_s, last_s = request.first_token_s, request.last_token_s
+    return pb.Timings(
+        queue_s=before_s + usage.queue_s if usage is not None else before_s,
+        prefill_s=usage.prefill_s if usage is not None else 0.0,
+        first_token_s=first_s - request.arrived_s if first_s is not None else 0.0,
+        total_s=last_s - request.arrived_s if last_s is not None else before_s,
+    )
+
+
+def _array(ids: bytes) -> "array.array[int]":
+    values = array.array("i")
+    values.frombytes(ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _little_endian(ids: "array.array[int]") -> bytes:
+    assert ids.itemsize == 4
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()

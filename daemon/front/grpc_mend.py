@@ -1,0 +1,102 @@
+"""Mends a leak in the asyncio server of one exact grpcio version.
+
+There, `execute_batch` hands a batch of operations to the C core, awaits a future, and then takes the batch's event,
+which is what gives the native operation array back. Where the awaiting task is cancelled, or the batch fails, the
+future raises and the event is never taken: about fifty bytes are lost for every cancelled stream, for ever.
+
+The mend separates the two. The original coroutine is driven by hand, by the core's own completion, so the event is
+always taken; whoever awaits the batch awaits another future, which may be cancelled freely.
+
+It rests on internals, so it is applied to PINNED_VERSION alone. Any other version runs as it is, and the log says so.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from grpc._cython import cygrpc  # pyright: ignore[reportMissingTypeStubs]
+
+PINNED_VERSION = "1.85.1"
+
+_log = logging.getLogger(__name__)
+
+
+class _Batch(asyncio.Future[None]):
+    """One batch in flight, in three parts: the original's `loop`, its future, and the future that callers await.
+
+    The original calls `create_future` once and awaits what it gets once, before anyone else can: that first await
+    only suspends it. Every later await is the ordinary one of a future. The core then calls `set_result` or
+    `set_exception`, which resumes the original so that it takes the event, and only then wakes the caller.
+    """
+
+    original: Coroutine[Any, Any, None] | None = None
+    _suspends_original = True
+
+    def create_future(self) -> "_Batch":
+        return self
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
+        """How the core's queue, which serves the real loop, reports to a batch whose `loop` is another object."""
+        loop = self.get_loop()
+        if asyncio.get_running_loop() is loop:
+            callback(*args)
+        else:
+            loop.call_soon_threadsafe(callback, *args)
+
+    def __await__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._suspends_original:
+            self._suspends_original = False
+            return iter((None,))
+        return super().__await__()
+
+    def cancelled(self) -> bool:
+        """Asked by the core before it reports completion: it always must, since the event is still to be taken."""
+        return False
+
+    def set_result(self, result: None) -> None:
+        self._take_event()
+        if not self.done():
+            super().set_result(None)
+
+    def set_exception(self, exception: type | BaseException) -> None:
+        self._take_event()
+        if not self.done():
+            super().set_exception(exception)
+
+    def _take_event(self) -> None:
+        original, self.original = self.original, None
+        assert original is not None, "the core completed a batch twice"
+        try:
+            original.send(None)
+        except StopIteration:
+            return
+        raise RuntimeError("execute_batch awaits something else than its batch")
+
+
+def mended(execute_batch: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., "asyncio.Future[None]"]:
+    """A replacement of `execute_batch` that takes every batch's event, awaited or not."""
+
+    def execute(call: Any, operations: Any, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[None]":
+        batch = _Batch(loop=loop)
+        batch.original = execute_batch(call, operations, batch)
+        batch.original.send(None)  # starts the batch; raises where the core refuses it
+        return batch
+
+    return execute
+
+
+def apply() -> bool:
+    """Replaces `execute_batch` of the pinned version. Called once, before a server or channel is made.
+
+    Returns: whether this process is mended.
+    """
+    found = version("grpcio")
+    original = getattr(cygrpc, "execute_batch", None)
+    if found != PINNED_VERSION or original is None:
+        _log.warning("grpcio %s is not %s: cancelled streams may leak memory", found, PINNED_VERSION)
+        return False
+    if getattr(original, "__module__", "") != __name__:
+        setattr(cygrpc, "execute_batch", mended(original))  # noqa: B010 - not an attribute that type checkers know
+    return True

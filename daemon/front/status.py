@@ -1,0 +1,69 @@
+"""The one place where an error becomes a gRPC status: code, message and google.rpc details.
+
+Details are ErrorInfo (reason, domain "downcore"), BadRequest where a field is at fault, RetryInfo where trying again
+makes sense.
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
+
+from daemon.errors import ErrorReason, RequestError
+
+DOMAIN = "downcore"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 512  # statuses travel in HTTP/2 trailers, which peers bound
+
+CODES = {
+    ErrorReason.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorReason.CONTEXT_TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorReason.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorReason.NO_CAPACITY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorReason.DUPLICATE_REQUEST_ID: grpc.StatusCode.ALREADY_EXISTS,
+    ErrorReason.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorReason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    ErrorReason.ENGINE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorReason.READER_STALLED: grpc.StatusCode.ABORTED,
+    ErrorReason.TOKENIZER_TIMEOUT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorReason.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+# Seconds after which a client may try again, where the error itself names none.
+RETRY_S = {
+    ErrorReason.QUEUE_FULL: 1.0,
+    ErrorReason.NO_CAPACITY: 1.0,
+    ErrorReason.DRAINING: 5.0,
+    ErrorReason.ENGINE_UNAVAILABLE: 1.0,
+}
+
+
+def status_of(error: RequestError) -> status_pb2.Status:
+    """The google.rpc.Status that a client reads."""
+    message = error.message[:MAX_MESSAGE_CHARS]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN)]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    retry_s = error.retry_after_s if error.retry_after_s is not None else RETRY_S.get(error.reason)
+    if retry_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(retry_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    text = f"{error.field}: {message}" if error.field else message
+    status = status_pb2.Status(code=CODES[error.reason].value[0], message=text)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: RequestError) -> None:
+    """Ends the call with the error's status. Never returns normally."""
+    status = status_of(error)
+    metadata = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(CODES[error.reason], status.message, trailing_metadata=metadata)

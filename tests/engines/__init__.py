@@ -1,0 +1,1 @@
+"""Engines for tests: processes that speak daemon/messages.py and hold no model."""

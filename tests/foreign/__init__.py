@@ -1,0 +1,1 @@
+"""Tests with clients that this project did not write."""

@@ -1,0 +1,141 @@
+"""The table of open requests and what one of them sends: by hand serialised chunks, bounds, ends."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from downcore.v1 import generation_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon import messages
+from daemon.errors import ErrorReason, RequestError
+from daemon.front import requests
+from daemon.front.requests import OpenRequest, RequestTable, client_id
+from daemon.front.text import TokenTable
+
+USAGE = messages.Usage(3, 1, 0, 0, 0.1, 0.2, 0.3)
+TOKENS = TokenTable([bytes((i,)) for i in range(128)])
+
+
+def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(body())
+
+
+def opened(table: RequestTable, n: int = 1, stops: tuple[str, ...] = ()) -> OpenRequest:
+    request = table.open("", 0.0)
+    request.expect(n, stops, 0, TOKENS)
+    return request
+
+
+def parsed(taken: list[pb.GenerateResponse | bytes]) -> list[pb.GenerateResponse]:
+    return [pb.GenerateResponse.FromString(r) if isinstance(r, bytes) else r for r in taken]
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True),
+    st.integers(0, 7),
+    st.text(max_size=300),
+    st.lists(st.integers(0, 2**31 - 1), max_size=200),
+    st.lists(st.floats(-50, 0, width=32), max_size=5),
+)
+def test_a_chunk_written_by_hand_is_what_protobuf_reads(
+    request_id: str, index: int, text: str, token_ids: list[int], logprobs: list[float]
+) -> None:
+    positions = [pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=7, logprob=v, token=b"x")) for v in logprobs]
+    body = requests._chunk_body(index, text, token_ids, [position.SerializeToString() for position in positions])
+    data = requests._field(requests._REQUEST_ID, request_id.encode()) + requests._field(requests._CHUNK, body)
+    expected = pb.GenerateResponse(
+        request_id=request_id,
+        chunk=pb.GenerateChunk(index=index, text=text, token_ids=token_ids, logprobs=positions),
+    )
+    assert pb.GenerateResponse.FromString(data) == expected
+
+
+def test_tokens_that_pile_up_are_sent_as_one_chunk() -> None:
+    async def body() -> None:
+        table = RequestTable(4)
+        request = opened(table)
+        request.start(USAGE)
+        for token_id in b"abc":
+            request.add(messages.Token(request.wire_id, 0, token_id), False, 1.0)
+        started, chunk = parsed(request.take("m", 5))
+        assert started.started.cached_tokens.device == 1
+        assert (chunk.chunk.text, list(chunk.chunk.token_ids)) == ("abc", list(b"abc"))
+        assert request.take("m", 5) == []
+        table.check()
+
+    in_loop(body)
+
+
+def test_a_buffer_over_its_bound_fails_its_request_and_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_BUFFERED_BYTES", 10 * requests.ID_BYTES + 10)
+
+    async def body() -> None:
+        table = RequestTable(4)
+        request = opened(table)
+        for _ in range(11):
+            request.add(messages.Token(request.wire_id, 0, 97), False, 1.0)
+        assert request.buffered_bytes == 0
+        with pytest.raises(RequestError) as caught:
+            await request.wait()
+        assert caught.value.reason is ErrorReason.READER_STALLED
+        table.check()
+
+    in_loop(body)
+
+
+def test_a_token_after_the_stop_string_is_dropped() -> None:
+    async def body() -> None:
+        table = RequestTable(4)
+        request = opened(table, stops=("b",))
+        told = [request.add(messages.Token(request.wire_id, 0, i), False, 1.0) for i in b"abcd"]
+        assert told == [None, messages.StopSequence(request.wire_id, 0, 2), None, None]
+        request.finish(messages.Finished(request.wire_id, 0, messages.StopReason.STOP_STRING, 2))
+        chunk, finished = parsed(request.take("m", 5))
+        assert (chunk.chunk.text, list(chunk.chunk.token_ids)) == ("a", list(b"ab"))
+        assert finished.finished.stop_string == "b"
+        assert request.all_sent
+
+    in_loop(body)
+
+
+def test_an_id_used_again_is_another_request_to_the_engine() -> None:
+    async def body() -> None:
+        table = RequestTable(4)
+        first = table.open("same", 0.0)
+        table.close(first)
+        second = table.open("same", 0.0)
+        assert first.wire_id != second.wire_id
+        assert client_id(first.wire_id) == client_id(second.wire_id) == "same"
+        assert table.find_wire(first.wire_id) is None
+        assert table.find_wire(second.wire_id) is second
+        table.check()
+
+    in_loop(body)
+
+
+def test_made_up_ids_avoid_those_in_use() -> None:
+    async def body() -> None:
+        table = RequestTable(8)
+        table.open("r-2", 0.0)
+        names = {table.open("", 0.0).request_id for _ in range(3)}
+        assert len(names) == 3
+        assert "r-2" not in names
+        table.check()
+
+    in_loop(body)
+
+
+def test_waiting_for_idle_ends_with_the_last_request_or_with_its_time() -> None:
+    async def body() -> None:
+        table = RequestTable(4)
+        request = opened(table)
+        assert not await table.wait_idle(0.01)
+        waiting = asyncio.create_task(table.wait_idle(10))
+        await asyncio.sleep(0)
+        table.close(request)
+        assert await waiting
+
+    in_loop(body)
