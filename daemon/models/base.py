@@ -3,22 +3,17 @@
 A family is a module of this package that builds a `Model`; nothing outside the package names a family.
 """
 
-from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps
+from daemon.layers.steps import Steps
 from tiers.layout import StateLayout
 from tiers.pools import DevicePools
-
-Steps = Generator[None, None, torch.Tensor]
-"""A computation that yields wherever the engine may pause, and returns its result.
-
-A paused one may be closed at any pause without harm: it has written only rows of its own sequences and their slot_out.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,7 @@ class BuildOptions:
     dtype: torch.dtype
     device: torch.device
     tile: int  # tokens; attention walks keys in tiles at absolute multiples of it
+    folder: Path | None = None  # where tables that stay on disk are read; None where weights are made up
 
 
 class Model(Protocol):

@@ -1,0 +1,93 @@
+"""Softmax attention with grouped heads over paged keys and values."""
+
+from dataclasses import dataclass
+
+import torch
+
+from daemon.layers.caps import LayerCaps
+from daemon.layers.inputs import Inputs
+from daemon.layers.linear import Linear
+from daemon.layers.norms import RmsNorm
+from daemon.layers.parameters import Scope
+from daemon.layers.rope import rotate
+from daemon.layers.steps import Steps
+from kernels.paged_attention import paged_attention
+from tiers.layout import Plane, SlotTensor
+from tiers.pools import DevicePools
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Sizes and variants of one attention layer."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    head_norm_eps: float | None  # RMS norm of each query and key head before the rotation; None: none
+
+
+class Attention:
+    """Reads checkpoint names q_proj, k_proj, v_proj, o_proj, q_norm, k_norm of its scope."""
+
+    caps = LayerCaps(
+        batched_decode=True,
+        verify_rows=True,
+        graph_capture=False,  # the work is laid out on the host
+        no_host_stage=True,
+        streaming=False,
+        reads_history=True,
+    )
+    slots: tuple[SlotTensor, ...] = ()
+
+    def __init__(self, scope: Scope, layer: int, config: AttentionConfig) -> None:
+        self.config = config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            scope,
+            (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)),
+            config.hidden_size,
+            bias=config.qkv_bias,
+        )
+        self.out = Linear(scope, (("o_proj", config.hidden_size),), q_size, bias=config.output_bias)
+        self.norms: tuple[RmsNorm, RmsNorm] | None = None
+        if config.head_norm_eps is not None:
+            self.norms = (
+                RmsNorm(scope, "q_norm", config.head_dim, config.head_norm_eps),
+                RmsNorm(scope, "k_norm", config.head_dim, config.head_norm_eps),
+            )
+        self.scale = config.head_dim**-0.5
+        dtype = str(scope.parameters.dtype).removeprefix("torch.")
+        row_shape = (config.num_kv_heads, config.head_dim)
+        self.planes = (Plane(f"layers.{layer}.k", dtype, row_shape), Plane(f"layers.{layer}.v", dtype, row_shape))
+
+    @property
+    def active_params(self) -> int:
+        """Weights that multiply each token."""
+        return self.qkv.in_size * self.qkv.out_size + self.out.in_size * self.out.out_size
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of one query token with one history token."""
+        return 4 * self.config.num_heads * self.config.head_dim
+
+    def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
+        """Writes the rows' keys and values, then attends: [num_rows, hidden_size] to the same."""
+        config, batch = self.config, inputs.batch
+        num_q, num_turning = config.num_heads, config.num_heads + config.num_kv_heads
+        heads = self.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
+        turning, v = heads[:, :num_turning], heads[:, num_turning:]
+        if self.norms is not None:
+            turning = torch.cat((self.norms[0](turning[:, :num_q]), self.norms[1](turning[:, num_q:])), 1)
+        if inputs.rotary is not None:
+            turning = rotate(turning, inputs.rotary)
+        q, k = turning[:, :num_q], turning[:, num_q:]
+        k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
+        place = (batch.row_blocks, batch.row_offsets)
+        k_plane.index_put_(place, k)
+        v_plane.index_put_(place, v)
+        yield
+        mixed = yield from paged_attention(q, k_plane, v_plane, inputs.attention, self.scale)
+        return self.out(mixed.flatten(1))

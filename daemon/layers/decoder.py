@@ -1,0 +1,97 @@
+"""A stack of pre-norm layers between a token embedding and logits: the frame that plain decoders share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from daemon.batch import Batch
+from daemon.layers.caps import LayerCaps, combine
+from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.linear import Embedding, Linear
+from daemon.layers.rope import Rope
+from daemon.layers.steps import Steps
+from tiers.layout import Plane, SlotTensor
+from tiers.pools import DevicePools
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+"""Over the last dimension; same shape and dtype."""
+
+
+class Mixer(Protocol):
+    """The part of a layer that looks at other rows."""
+
+    caps: LayerCaps
+    planes: tuple[Plane, ...]
+    slots: tuple[SlotTensor, ...]
+
+    @property
+    def active_params(self) -> int:
+        """Weights that multiply each token."""
+        ...
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of one query token with one history token."""
+        ...
+
+    def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
+        """[num_rows, hidden_size] to the same, writing the rows' state."""
+        ...
+
+
+class Mlp(Protocol):
+    """The part of a layer that looks at one row at a time."""
+
+    @property
+    def active_params(self) -> int:
+        """Weights that multiply each token."""
+        ...
+
+    def forward(self, hidden: torch.Tensor) -> Steps:
+        """[num_rows, hidden_size] to the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """h += mixer(norm(h)); h += mlp(norm(h))."""
+
+    mixer_norm: Norm
+    mixer: Mixer
+    mlp_norm: Norm
+    mlp: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Embedding, layers, last norm, head. `head` is None where the embedding's matrix also makes the logits."""
+
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Linear | None
+    rope: Rope | None
+    tile: int
+
+    @property
+    def caps(self) -> LayerCaps:
+        return combine([layer.mixer.caps for layer in self.layers])
+
+    def forward(self, batch: Batch, pools: DevicePools) -> Steps:
+        """Logits [len(batch.logit_rows), vocab_size] in float32."""
+        hidden = self.embedding(batch.token_ids)
+        inputs = Inputs(
+            batch,
+            plan_batch(batch, pools.layout.block_size, self.tile, hidden.dtype),
+            None if self.rope is None else self.rope.rows(batch.positions, hidden.dtype),
+        )
+        for layer in self.layers:
+            mixed = yield from layer.mixer.forward(layer.mixer_norm(hidden), inputs, pools)
+            hidden.add_(mixed)
+            yield
+            hidden.add_((yield from layer.mlp.forward(layer.mlp_norm(hidden))))
+            yield
+        last = self.norm(hidden.index_select(0, batch.logit_rows))
+        return (self.embedding.logits(last) if self.head is None else self.head(last)).float()

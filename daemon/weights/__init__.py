@@ -1,0 +1,1 @@
+"""Reading checkpoints: configuration, header checks, and tensors streamed straight into a model's parameters."""

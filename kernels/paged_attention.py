@@ -1,0 +1,324 @@
+"""Softmax attention of a batch's rows over keys and values that lie in pages.
+
+The order of the arithmetic is part of the contract, because equality of bytes rests on it:
+
+- Rows of a sequence with many rows (a prefill chunk) walk key tiles `[j * tile, (j + 1) * tile)` at absolute multiples
+  of `tile`, in position order, merging (output, log-sum-exp) pairs in float32.
+- Rows of a sequence with few rows (decode, verification) take key splits at absolute multiples of `split`, each
+  computed by itself, merged by one weighted sum in position order.
+
+Which blocks hold a page, what unheld or unwritten rows contain, and the order of the sequences change no byte.
+"""
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+MAX_NARROW_ROWS = 8  # a sequence with more rows is a chunk
+SPLIT_TOKENS = 128  # about this long is a decode split; fewer merges against less work on a row's last, partial split
+MAX_GATHER_TOKENS = 1 << 16  # most keys copied out of the pages at a time
+
+
+def paged_attention_reference(
+    q: torch.Tensor,  # [num_rows, num_heads, head_dim]
+    k_plane: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_plane: torch.Tensor,  # as k_plane
+    rows: "PagedRows",
+    scale: float,
+) -> torch.Tensor:
+    """The plain mathematics in float64, a row at a time; returns float64 [num_rows, num_heads, head_dim]."""
+    block_size = k_plane.shape[1]
+    group = q.shape[1] // k_plane.shape[2]
+    out = torch.empty_like(q, dtype=torch.float64)
+    for s, (first, last) in enumerate(pairwise(rows.cu_rows)):
+        for row in range(first, last):
+            num_keys = rows.starts[s] + row - first + 1
+            table = rows.block_tables[s, : -(-num_keys // block_size)]
+            k = k_plane[table].flatten(0, 1)[:num_keys].double().repeat_interleave(group, 1)  # [num_keys, num_heads, D]
+            v = v_plane[table].flatten(0, 1)[:num_keys].double().repeat_interleave(group, 1)
+            weights = torch.softmax(torch.einsum("hd,khd->hk", q[row].double(), k) * scale, -1)
+            out[row] = torch.einsum("hk,khd->hd", weights, v)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where a batch's rows and their keys are: rows [cu_rows[s], cu_rows[s + 1]) sit at positions from starts[s]."""
+
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int64
+    starts: tuple[int, ...]
+    cu_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Keys of one tile: the first `num_keys` rows of these blocks."""
+
+    blocks: torch.Tensor  # int64
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [first, last) of one chunk, all inside one key tile; history in order, then the tile they lie in."""
+
+    first: int
+    last: int
+    history: tuple[Tile, ...]
+    diagonal: Tile
+    mask: torch.Tensor | None  # [rows, num_keys] additive; None where the rows begin at the tile's begin
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Some key splits of decode rows, gathered together."""
+
+    blocks: torch.Tensor  # [num_splits * split / block_size] int64
+    rows: torch.Tensor  # [num_splits] int64: the batch row that each split belongs to
+    absent: torch.Tensor | None  # [num_splits, split, 1, 1] bool: keys past the row's own; None where all count
+    mask: torch.Tensor | None  # [num_splits, 1, 1, split] additive, the same
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowRows:
+    """All decode rows of a batch."""
+
+    rows: torch.Tensor  # [num_narrow] int64
+    parts: tuple[Splits, ...]
+    order: torch.Tensor | None  # [num_narrow, most_splits]: a row's splits in position order; None where each has one
+    missing: torch.Tensor | None  # [num_narrow, most_splits] bool; None where all rows have as many
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What `paged_attention` does for a batch; made once a step and shared by all layers."""
+
+    num_rows: int
+    segments: tuple[Segment, ...]
+    narrow: NarrowRows | None
+
+
+def plan_attention(rows: PagedRows, block_size: int, tile: int, dtype: torch.dtype) -> AttentionPlan:
+    """Lays out the work of a batch. `tile` is a multiple of `block_size`; `dtype` is that of the queries."""
+    assert tile % block_size == 0, "a tile is a whole number of blocks"
+    segments: list[Segment] = []
+    narrow: list[tuple[int, int, int]] = []  # (sequence, row, num_keys)
+    for s, (first, last) in enumerate(pairwise(rows.cu_rows)):
+        start = rows.starts[s]
+        if last - first <= MAX_NARROW_ROWS:
+            narrow.extend((s, row, start + row - first + 1) for row in range(first, last))
+            continue
+        table = rows.block_tables[s]
+        while first < last:
+            end = min(last, first + tile - start % tile)
+            segments.append(_segment(table, (first, end), start, (block_size, tile), dtype))
+            start += end - first
+            first = end
+    decode = _plan_narrow(rows.block_tables, narrow, block_size, tile, dtype) if narrow else None
+    return AttentionPlan(rows.cu_rows[-1], tuple(segments), decode)
+
+
+def paged_attention(
+    q: torch.Tensor,  # [num_rows, num_heads, head_dim]
+    k_plane: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], blocks any distance apart
+    v_plane: torch.Tensor,  # as k_plane
+    plan: AttentionPlan,
+    scale: float,
+) -> Generator[None, None, torch.Tensor]:
+    """Attends each row to its sequence's keys up to and including its own; yields between pieces of about 5 ms.
+
+    Returns [num_rows, num_heads, head_dim] in q's dtype. The rows' own keys and values are already in the planes.
+    """
+    assert q.shape[0] == plan.num_rows, "the plan is of another batch"
+    assert k_plane.shape == v_plane.shape
+    assert q.shape[2] == k_plane.shape[3]
+    assert q.shape[1] % k_plane.shape[2] == 0, "query heads are a multiple of key heads"
+    assert q.dtype == k_plane.dtype == v_plane.dtype
+    assert q.stride(2) == 1
+    if plan.narrow is not None and not plan.segments:
+        return (yield from _attend_narrow(q, k_plane, v_plane, plan.narrow, scale))
+    if plan.narrow is None and len(plan.segments) == 1:
+        return (yield from _attend_segment(q, k_plane, v_plane, plan.segments[0], scale))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for segment in plan.segments:
+        out[segment.first : segment.last] = yield from _attend_segment(q, k_plane, v_plane, segment, scale)
+        yield
+    if plan.narrow is not None:
+        out[plan.narrow.rows] = yield from _attend_narrow(q, k_plane, v_plane, plan.narrow, scale)
+    return out
+
+
+def _attend_segment(
+    q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, segment: Segment, scale: float
+) -> Generator[None, None, torch.Tensor]:
+    num_kv_heads, head_dim = k_plane.shape[2:]
+    num_rows = segment.last - segment.first
+    # Key heads act as the batch and the queries that share one as its heads, so that nothing is repeated in memory.
+    queries = q[segment.first : segment.last].view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    acc: torch.Tensor | None = None
+    total = torch.empty(0)
+    for tile in segment.history:
+        out, lse = _attend(queries, _keys(k_plane, tile, queries), _keys(v_plane, tile, queries), scale)
+        acc, total = (out.float(), lse) if acc is None else _merge(acc, total, out, lse)
+        yield
+    k = _keys(k_plane, segment.diagonal, queries)
+    v = _keys(v_plane, segment.diagonal, queries)
+    out, lse = _attend(queries, k, v, scale, causal=segment.mask is None, mask=segment.mask)
+    if acc is not None:
+        acc, _ = _merge(acc, total, out, lse)
+        out = acc.to(q.dtype)
+    return out.permute(2, 0, 1, 3).reshape(num_rows, -1, head_dim)
+
+
+def _keys(plane: torch.Tensor, tile: Tile, queries: torch.Tensor) -> torch.Tensor:
+    """[num_kv_heads, heads that share one, num_keys, head_dim]; only rows that were written are in it."""
+    rows = plane.index_select(0, tile.blocks).flatten(0, 1)[: tile.num_keys]
+    return rows.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1)
+
+
+def _merge(
+    acc: torch.Tensor, total: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a later tile to what earlier ones gave; acc is float32 and reused."""
+    both = torch.logaddexp(total, lse)
+    acc.mul_((total - both).exp_().unsqueeze(-1))
+    acc.addcmul_(out.float(), (lse - both).exp_().unsqueeze(-1))
+    return acc, both
+
+
+def _attend_narrow(
+    q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, narrow: NarrowRows, scale: float
+) -> Generator[None, None, torch.Tensor]:
+    num_kv_heads, head_dim = k_plane.shape[2:]
+    queries = q.view(q.shape[0], num_kv_heads, -1, head_dim)
+    outs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
+    for part in narrow.parts:
+        if outs:
+            yield
+        shape = (part.rows.shape[0], -1, num_kv_heads, head_dim)  # [num_splits, split, ...]
+        k = k_plane.index_select(0, part.blocks).view(shape)
+        v = v_plane.index_select(0, part.blocks).view(shape)
+        if part.absent is not None:
+            # A row that was never written may be NaN, which no mask on scores and no weight of zero takes away.
+            k.masked_fill_(part.absent, 0)
+            v.masked_fill_(part.absent, 0)
+        out, lse = _attend(
+            queries.index_select(0, part.rows), k.transpose(1, 2), v.transpose(1, 2), scale, mask=part.mask
+        )
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]  # [num_splits, num_kv_heads, group, head_dim]
+    if narrow.order is not None:
+        weights = (torch.cat(lses) if len(lses) > 1 else lses[0])[narrow.order]
+        if narrow.missing is not None:
+            weights = weights.masked_fill(narrow.missing[:, :, None, None], -math.inf)
+        out = (out[narrow.order] * torch.softmax(weights, 1).unsqueeze(-1)).sum(1).to(q.dtype)
+    return out.reshape(-1, q.shape[1], head_dim)
+
+
+def _attend(
+    q: torch.Tensor,  # [batch, heads, queries, head_dim]
+    k: torch.Tensor,  # [batch, heads, keys, head_dim]
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over these keys alone: output as q, and the scores' float32 log-sum-exp [batch, heads, queries]."""
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return attend_plainly(q, k, v, scale, causal=causal, mask=mask)
+
+
+def attend_plainly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tile or batch of splits on a device that has no faster form; arguments and results as `_attend`."""
+    scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * scale
+    if causal:
+        ahead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(ahead, -math.inf)
+    if mask is not None:
+        scores += mask
+    lse = torch.logsumexp(scores, -1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp_(), v.float()).to(q.dtype), lse
+
+
+def _segment(
+    table: torch.Tensor, rows: tuple[int, int], start: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> Segment:
+    block_size, tile = sizes
+    first, last = rows
+    begin = start - start % tile
+    num_keys = start + last - first - begin
+    per_tile = tile // block_size
+    history = tuple(Tile(table[j * per_tile : (j + 1) * per_tile], tile) for j in range(begin // tile))
+    blocks = table[begin // block_size : -(-(begin + num_keys) // block_size)]
+    mask = None
+    if start > begin:
+        mask = torch.full((last - first, num_keys), -math.inf, dtype=dtype, device=table.device)
+        mask.triu_(start - begin + 1)
+    return Segment(first, last, history, Tile(blocks, num_keys), mask)
+
+
+def _plan_narrow(
+    tables: torch.Tensor, narrow: list[tuple[int, int, int]], block_size: int, tile: int, dtype: torch.dtype
+) -> NarrowRows:
+    per_split = _split_blocks(block_size, tile)
+    split = per_split * block_size
+    device = tables.device
+    width = -(-max(keys for _, _, keys in narrow) // split)
+    # Whole splits of all rows first, then each row's last one, so that what needs a mask lies together.
+    whole = [(s, row, j) for s, row, keys in narrow for j in range((keys - 1) // split)]
+    splits = whole + [(s, row, (keys - 1) // split) for s, row, keys in narrow]
+    seqs, split_rows, indices = (torch.tensor(column, device=device) for column in zip(*splits, strict=True))
+    # A last split may reach past its table; its absent keys come from any block.
+    columns = indices[:, None] * per_split + torch.arange(per_split, device=device)
+    blocks = tables[seqs[:, None], columns.clamp_max_(tables.shape[1] - 1)]
+    held = torch.tensor([(keys - 1) % split + 1 for _, _, keys in narrow], device=device)
+    absent = torch.arange(split, device=device) >= held[:, None]  # [num_narrow, split]
+    mask = torch.zeros(absent.shape, dtype=dtype, device=device).masked_fill_(absent, -math.inf)
+
+    step = max(1, MAX_GATHER_TOKENS // split)
+    parts = [
+        Splits(blocks[i:end].flatten(), split_rows[i:end], None, None)
+        for i in range(0, len(whole), step)
+        for end in [min(i + step, len(whole))]
+    ]
+    for i in range(0, len(narrow), step):
+        at = slice(len(whole) + i, len(whole) + min(i + step, len(narrow)))
+        own = slice(i, i + step)
+        parts.append(Splits(blocks[at].flatten(), split_rows[at], absent[own, :, None, None], mask[own, None, None, :]))
+    rows = split_rows[len(whole) :]
+    if width == 1:
+        return NarrowRows(rows, tuple(parts), None, None)
+    order: list[list[int]] = []
+    counts: list[int] = []
+    used = 0
+    for i, (_, _, keys) in enumerate(narrow):
+        before = (keys - 1) // split
+        order.append([*range(used, used + before), len(whole) + i] + [0] * (width - before - 1))
+        counts.append(before + 1)
+        used += before
+    missing = torch.arange(width, device=device) >= torch.tensor(counts, device=device)[:, None]
+    return NarrowRows(rows, tuple(parts), torch.tensor(order, device=device), missing if min(counts) < width else None)
+
+
+def _split_blocks(block_size: int, tile: int) -> int:
+    """Blocks of one decode split: about SPLIT_TOKENS, a divisor of the tile."""
+    blocks = max(1, min(tile, SPLIT_TOKENS) // block_size)
+    while tile // block_size % blocks:
+        blocks -= 1
+    return blocks
