@@ -142,14 +142,14 @@ class Engine:
             if message.index is None:
                 self._finish(sequence, StopReason.ABORTED)
             elif sequence.index == message.index:
-                self._abort_choice(sequence)
+                self._stop_choice(sequence, StopReason.ABORTED, sequence.num_generated)
         self._flush()
 
     @handle.register
     def _(self, message: StopSequence) -> None:
         for sequence in list(self.requests.get(message.request_id, ())):
-            if sequence.index == message.index and sequence.num_generated:
-                self._finish(sequence, StopReason.STOP_STRING, num_tokens=message.num_tokens)
+            if sequence.index == message.index:
+                self._stop_choice(sequence, StopReason.STOP_STRING, message.num_tokens)
         self._flush()
 
     @handle.register
@@ -291,7 +291,7 @@ class Engine:
             if sequence.is_running:
                 self._commit_token(sequence, token)
             if sequence.is_running and sequence.index in request.unwanted:
-                self._finish(sequence, StopReason.ABORTED)
+                self._finish(sequence, request.unwanted[sequence.index], num_tokens=0)
 
     def _commit_decode(self, sequences: tuple[Sequence, ...], logits: torch.Tensor) -> None:
         """Each row is computed; those that caught up draw a token, those that replay go on."""
@@ -344,12 +344,16 @@ class Engine:
         self._flush()
         self.send(Rejected(request.id, reason, message, retry_after_s=retry_after_s))
 
-    def _abort_choice(self, sequence: Sequence) -> None:
-        """Ends one choice; one that is still to be forked ends once the prompt they share is computed."""
-        if sequence.num_generated or sequence.request.submit.n == 1:
-            self._finish(sequence, StopReason.ABORTED)
-        else:
-            sequence.request.unwanted.add(sequence.index)
+    def _stop_choice(self, sequence: Sequence, reason: StopReason, num_tokens: int) -> None:
+        """Ends one choice; before the fork, together with the others or at the fork, whichever comes first."""
+        if sequence.num_generated:
+            self._finish(sequence, reason, num_tokens=num_tokens)
+            return
+        unwanted, choices = sequence.request.unwanted, self.requests[sequence.request.id]
+        unwanted[sequence.index] = reason
+        if len(unwanted) == len(choices):
+            for choice in list(choices):
+                self._finish(choice, unwanted[choice.index], num_tokens=0)
 
     def _end(self, sequence: Sequence) -> None:
         choices = self.requests[sequence.request.id]

@@ -1,8 +1,8 @@
 """Who runs next: admission, growth, preemption, and the choice of chunk and decode rows.
 
 There is no prefill phase. Every running sequence catches up from what is computed to what is known: by grid chunks
-while inside its prompt, by single rows after it (which is also how a preempted one replays its answer). Blocks and slots
-are acquired all at once or not at all; a waiting sequence holds nothing. Knows no tensor and no clock.
+while inside its prompt, by single rows after it (which is also how a preempted one replays its answer). Blocks and
+slots are acquired all at once or not at all; a waiting sequence holds nothing. Knows no tensor and no clock.
 """
 
 from bisect import insort
@@ -42,6 +42,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by order of arrival
         self.running: list[Sequence] = []  # by order of admission
         self._chunks_started = 0
+        self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit
 
     @property
     def num_running(self) -> int:
@@ -85,9 +86,10 @@ class Scheduler:
     def admit(self) -> list[Admitted]:
         """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it."""
         admitted: list[Admitted] = []
-        while self.waiting:
+        while self.waiting and self._refused_at != self._room():
             match = self._acquire(self.waiting[0])
             if match is None:
+                self._refused_at = self._room()
                 break
             sequence = self.waiting.pop(0)
             for choice in [sequence, *sequence.siblings]:
@@ -175,6 +177,12 @@ class Scheduler:
             assert set(sequence.block_table) == set(sequence.resources.ids("block")), f"{sequence.id}: table and blocks"
             for position, node in enumerate(sequence.nodes):
                 assert node.block_id == sequence.block_table[position], f"{sequence.id}: node and table disagree"
+
+    def _room(self) -> tuple[object, ...]:
+        """What an admission depends on: while it is unchanged, trying again would only hash the prompt again."""
+        device = self.device
+        free = (device.blocks.num_free, device.slots.num_free, device.tree.num_cached, device.tree.num_checkpoints)
+        return (self.waiting[0].id, self.num_running, device.tree.num_nodes, *free)
 
     def _acquire(self, sequence: Sequence) -> Match | None:
         """All a waiting sequence and its siblings need to start, or None with nothing held."""

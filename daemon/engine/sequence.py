@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from daemon.messages import Submit
+from daemon.messages import StopReason, Submit
 from tiers.resources import Resources
 from tiers.tree import Node
 
@@ -33,7 +33,7 @@ class Request:
     first_token: float | None = None
     cached_len: int = 0
     preemptions: int = 0
-    unwanted: set[int] = field(default_factory=set[int])  # choices aborted before the fork: they end right after it
+    unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
     @property
     def id(self) -> str:

@@ -1,5 +1,168 @@
-"""Makes an engine ready: device and precision, weights, budgets, pools, digests."""
+"""Makes an engine ready: threads, weights, budgets, pools, and the digests that say whose bytes it can read."""
+
+import hashlib
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+import daemon.layers
+import kernels
+from daemon.config import EngineConfig
+from daemon.engine.engine import Engine
+from daemon.messages import EngineInfo, ToFront
+from daemon.models.base import Model
+from daemon.models.load import LoadedModel, load_model
+from daemon.weights.errors import LoadError
+from tiers.device import DeviceTier
+from tiers.keys import state_fingerprint
+from tiers.layout import StateLayout
+from tiers.pools import DevicePools
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
-FORMAT_VERSION = b"1"  # of images and keys; a change here makes every older byte unreadable, on purpose
-CHECKPOINT_SHARE = 0.25  # of the budget, the most that slots for checkpoints may take
+FORMAT_VERSION = b"1"  # of images and keys: a change makes every older byte unreadable, on purpose
+CHECKPOINT_SHARE = 0.25  # of the budget, the most that checkpoints may take
+MAX_CHECKPOINTS = 4096
+CPU_POOL_BYTES = 2 << 30  # where the host's memory is the device: at most this, unless asked for more
+FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of what is free after the weights
+
+log = logging.getLogger("downcore.engine")
+
+
+class StartError(Exception):
+    """The engine cannot start with these settings on this machine."""
+
+
+def start(
+    config: EngineConfig, *, send: Callable[[ToFront], None], progress: Callable[[int, int], None]
+) -> tuple[Engine, EngineInfo]:
+    """Loads the model and allocates everything that the engine will ever hold on its device.
+
+    Args:
+        progress: called with (bytes of weights read, bytes in all).
+
+    Raises:
+        StartError: a setting does not fit, the folder is unusable, or there is no room.
+    """
+    _fix_numerics(config)
+    grid = config.grid or (CPU_GRID if _is_cpu(config) else GPU_GRID)
+    try:
+        loaded = load_model(msgspec.structs.replace(config, grid=grid), progress)
+        layout = loaded.model.layout(config.block_size)
+        layout.check_grid(grid)
+    except (LoadError, ValueError) as error:
+        raise StartError(str(error)) from error
+    fingerprint = _fingerprint(config, loaded, layout, grid)
+    num_blocks, num_slots = _divide(config, loaded.model, layout, grid)
+    pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
+    device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=fingerprint)
+    engine = Engine(config=config, model=loaded.model, pools=pools, device=device, send=send, clock=time.monotonic)
+    facts = loaded.model.facts
+    info = EngineInfo(
+        model=Path(config.model_path).name,
+        family=facts.family,
+        parameters=facts.num_parameters,
+        dtype=str(facts.dtype).removeprefix("torch."),
+        device=str(facts.device),
+        vocab_size=facts.vocab_size,
+        max_context_tokens=engine.max_context_tokens,
+        block_size=config.block_size,
+        grid=grid,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        bytes_per_token=layout.bytes_per_token,
+        slot_bytes=layout.slot_bytes,
+        state_fingerprint=fingerprint.hex(),
+        numerics_profile=_numerics_profile(facts.dtype, facts.device).hex(),
+        eos_token_ids=facts.eos_token_ids,
+    )
+    log.info(
+        "%d blocks of %d bytes, %d slots of %d bytes", num_blocks, layout.block_bytes, num_slots, layout.slot_bytes
+    )
+    return engine, info
+
+
+def _fix_numerics(config: EngineConfig) -> None:
+    """Threads and precision flags, fixed before the first operation: bytes depend on them."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def _is_cpu(config: EngineConfig) -> bool:
+    return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+
+
+def _fingerprint(config: EngineConfig, loaded: LoadedModel, layout: StateLayout, grid: int) -> bytes:
+    tokenizer = Path(config.model_path) / "tokenizer.json"
+    tokenizer_digest = b""
+    if tokenizer.is_file():
+        tokenizer_digest = hashlib.blake2b(tokenizer.read_bytes(), digest_size=32).digest()
+    return state_fingerprint(
+        {
+            "adapters": b"",
+            "architecture": loaded.architecture_digest,
+            "dtype": str(loaded.model.facts.dtype).encode(),
+            "format": FORMAT_VERSION,
+            "grid": str(grid).encode(),
+            "layout": layout.digest(),
+            "parallel": b"1",
+            "tokenizer": tokenizer_digest,
+            "weights": loaded.weights_digest,
+        }
+    )
+
+
+def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
+    """Would another machine compute the same bytes? Two that agree here would."""
+    sources = hashlib.blake2b(digest_size=32)
+    for package in (kernels, daemon.layers):
+        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+            sources.update(path.name.encode() + b"\0" + path.read_bytes())
+    is_gpu = device.type == "cuda"
+    return state_fingerprint(
+        {
+            "device": (torch.cuda.get_device_name(device) if is_gpu else platform.machine()).encode(),
+            "dtype": str(dtype).encode(),
+            "instructions": torch.backends.cpu.get_cpu_capability().encode(),
+            "python": sys.version.encode(),
+            "sources": sources.digest(),
+            "threads": str(torch.get_num_threads()).encode(),
+            "torch": torch.__version__.encode() + torch.__config__.show().encode(),
+        }
+    )
+
+
+def _divide(config: EngineConfig, model: Model, layout: StateLayout, grid: int) -> tuple[int, int]:
+    """Blocks and slots that the budget gives: slots for all sequences first, then checkpoints, the rest is blocks."""
+    budget = config.pool_bytes or _free_budget(model, layout)
+    num_slots = config.max_sequences + 2  # the reserved one, and the shadow
+    slots_bytes = num_slots * layout.slot_bytes
+    if layout.slots:
+        checkpoints = min(MAX_CHECKPOINTS, int(CHECKPOINT_SHARE * budget) // layout.slot_bytes)
+        if 2 * slots_bytes > budget:
+            raise StartError(
+                f"{config.max_sequences} sequences need {slots_bytes} bytes of slots, more than half of the budget of "
+                f"{budget}: lower max_sequences or raise pool_bytes"
+            )
+        num_slots += checkpoints
+    num_blocks = (budget - num_slots * layout.slot_bytes) // layout.block_bytes
+    least = grid // config.block_size + 2
+    if num_blocks < least:
+        raise StartError(f"pool_bytes of {budget} leave {num_blocks} blocks, but a grid chunk needs {least}")
+    return num_blocks, num_slots
+
+
+def _free_budget(model: Model, layout: StateLayout) -> int:
+    device = model.facts.device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE["cuda"])
+    return min(CPU_POOL_BYTES, int(psutil.virtual_memory().available * FREE_SHARE["cpu"]))

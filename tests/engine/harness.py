@@ -18,11 +18,13 @@ from daemon.messages import (
     ToFront,
     Usage,
 )
+from daemon.models.base import Model
 from tests.engine.invented import EOS, Invented
 from tiers.device import DeviceTier
 from tiers.pools import DevicePools
 
 BLOCK, GRID = 4, 8
+INVENTED = Invented()
 
 
 class Harness:
@@ -33,22 +35,25 @@ class Harness:
         *,
         num_blocks: int = 64,
         num_slots: int = 24,
-        model: Invented | None = None,
+        model: Model | None = None,
+        block_size: int = BLOCK,
+        grid: int = GRID,
         slice_ms: float = 0.1,
         **config: object,
     ) -> None:
-        self.model = model or Invented()
+        self.model = model or INVENTED
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.finished: dict[tuple[str, int], Finished] = {}
         self.rejected: dict[str, Rejected] = {}
         self.usage: dict[str, Usage] = {}
         self.other: list[ToFront] = []
         settings = {"max_sequences": 16, "growth_window": 8, **config}
-        self.config = EngineConfig("invented", block_size=BLOCK, grid=GRID, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
-        layout = self.model.layout(BLOCK)
+        self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
+        layout = self.model.layout(block_size)
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
-        self.device = DeviceTier(layout, grid=GRID, num_blocks=num_blocks, num_slots=num_slots, fingerprint=b"f" * 32)
+        self.device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=b"f" * 32)
         self.engine = Engine(
             config=self.config,
             model=self.model,
@@ -118,6 +123,8 @@ class Harness:
             case StepOutput():
                 for token in message.tokens:
                     self.tokens[(token.request_id, token.index)].append(token.token_id)
+                    if token.chosen is not None:
+                        self.logprobs[(token.request_id, token.index)].append(token.chosen)
                 for end in message.finished:
                     assert (end.request_id, end.index) not in self.finished, "a choice ended twice"
                     self.finished[(end.request_id, end.index)] = end

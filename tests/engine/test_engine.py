@@ -4,7 +4,7 @@ import pytest
 
 from daemon.errors import ErrorReason
 from daemon.messages import Abort, Query, QueryKind, StopReason, StopSequence
-from tests.engine.harness import BLOCK, GRID, Harness
+from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import VOCAB, Oracle
 
 
@@ -14,7 +14,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 def test_a_model_with_invented_planes_and_slots_is_served_exactly() -> None:
     harness = Harness()
-    oracle = Oracle(harness.model, BLOCK)
+    oracle = Oracle(INVENTED, BLOCK)
     lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, GRID - 1, GRID, GRID + 1, 3 * GRID, 3 * GRID + 5]
     for length in lengths:
         harness.submit(f"r{length}", prompt_of(length, length), 10)
@@ -33,7 +33,7 @@ def test_a_hit_resumes_at_the_largest_grid_position_below_the_end_and_gives_the_
     assert harness.usage["cold"].cached_device == 0
     assert harness.usage["hit"].cached_device == (length - 1) // GRID * GRID > 0
     assert harness.tokens[("hit", 0)] == harness.tokens[("cold", 0)]
-    assert harness.tokens[("hit", 0)] == Oracle(harness.model, BLOCK).answer(prompt_of(length), 6)
+    assert harness.tokens[("hit", 0)] == Oracle(INVENTED, BLOCK).answer(prompt_of(length), 6)
 
 
 def test_the_next_turn_of_a_conversation_finds_the_published_floor() -> None:
@@ -45,7 +45,7 @@ def test_the_next_turn_of_a_conversation_finds_the_published_floor() -> None:
     harness.submit("turn-2", second, 9)
     harness.run()
     assert harness.usage["turn-2"].cached_device == 3 * GRID
-    assert harness.tokens[("turn-2", 0)] == Oracle(harness.model, BLOCK).answer(second, 9)
+    assert harness.tokens[("turn-2", 0)] == Oracle(INVENTED, BLOCK).answer(second, 9)
 
 
 def test_a_branch_off_a_known_path_leaves_a_checkpoint_for_the_third_request() -> None:
@@ -71,7 +71,7 @@ def test_a_prompt_in_flight_is_adopted_by_those_that_come_after_it() -> None:
     for i in range(4):
         harness.submit(f"r{i}", prompt_of(4 * GRID + 3), 5)
     harness.run()
-    expected = Oracle(harness.model, BLOCK).answer(prompt_of(4 * GRID + 3), 5)
+    expected = Oracle(INVENTED, BLOCK).answer(prompt_of(4 * GRID + 3), 5)
     assert all(harness.tokens[(f"r{i}", 0)] == expected for i in range(4))
     assert all(harness.usage[f"r{i}"].cached_device == 4 * GRID for i in range(1, 4))
     harness.assert_idle_books()
@@ -82,7 +82,7 @@ def test_each_fork_equals_its_own_seed_alone(length: int) -> None:
     harness = Harness(num_blocks=128)
     harness.submit("r", prompt_of(length), 12, n=8, temperature=1.5, seed=100)
     harness.run()
-    oracle = Oracle(harness.model, BLOCK)
+    oracle = Oracle(INVENTED, BLOCK)
     answers = [harness.tokens[("r", i)] for i in range(8)]
     assert answers == [oracle.answer(prompt_of(length), 12, seed=100 + i, temperature=1.5) for i in range(8)]
     assert len({tuple(answer) for answer in answers}) > 1
@@ -111,7 +111,7 @@ def test_preempted_sequences_are_replayed_to_the_same_tokens() -> None:
         harness.step()
         preempted = max(preempted, *(s.request.preemptions for s in harness.engine.scheduler.sequences()), 0)
     assert preempted > 0, "the pool was large enough: nothing was preempted"
-    oracle = Oracle(harness.model, BLOCK)
+    oracle = Oracle(INVENTED, BLOCK)
     for i, prompt in enumerate(prompts):
         assert harness.tokens[(f"r{i}", 0)] == oracle.answer(prompt, 30, seed=i, temperature=1.0, stop_at_eos=False), i
     harness.assert_idle_books()
@@ -201,7 +201,7 @@ def test_one_choice_can_be_aborted_before_and_after_the_fork() -> None:
     harness.run()
     reasons = [harness.finished[("r", i)].reason for i in range(4)]
     assert reasons == [StopReason.ABORTED, StopReason.LENGTH, StopReason.ABORTED, StopReason.LENGTH]
-    oracle = Oracle(harness.model, BLOCK)
+    oracle = Oracle(INVENTED, BLOCK)
     expected = oracle.answer(prompt_of(3 * GRID), 12, seed=3, temperature=1.0, stop_at_eos=False)
     assert len(harness.tokens[("r", 3)]) == len(expected) == 12
     harness.assert_idle_books()
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_end_their_own_request_alone() -> None:
     harness.pools.slot_tensors["decayed"][bad.slot] = float("nan")
     harness.run()
     assert harness.rejected["bad"].reason is ErrorReason.INTERNAL
-    assert harness.tokens[("good", 0)] == Oracle(harness.model, BLOCK).answer(prompt_of(7, 1), 20)
+    assert harness.tokens[("good", 0)] == Oracle(INVENTED, BLOCK).answer(prompt_of(7, 1), 20)
     harness.assert_idle_books()
 
 
@@ -250,3 +250,14 @@ def test_tables_agree_with_the_pools() -> None:
     leaked = harness.device.blocks.take(1)
     harness.engine.handle(Query(9, QueryKind.LEDGER))
     assert f"block {leaked[0]}" in harness.other[-1].findings[0]  # type: ignore[union-attr]
+
+
+def test_stopping_every_choice_before_the_fork_ends_the_request_at_once() -> None:
+    harness = Harness(num_blocks=128)
+    harness.submit("r", prompt_of(6 * GRID), 12, n=3)
+    harness.step()
+    assert harness.engine.chunk is not None
+    for index in (2, 0, 1):
+        harness.engine.handle(StopSequence("r", index, 0))
+    assert len(harness.finished) == 3
+    harness.assert_idle_books()

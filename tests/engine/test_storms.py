@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from daemon.engine.sequence import Sequence, SequenceState
 from daemon.messages import Abort, StopReason
 from tests.campaigns.budget import seeds
-from tests.engine.harness import BLOCK, GRID, Harness
+from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import VOCAB, Oracle
 
 
@@ -27,7 +27,7 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(seed: int,
     harness = Harness(num_blocks=num_blocks, num_slots=slots, max_sequences=8, pin_fraction=0.25, growth_window=4)
     scheduler, device = harness.engine.scheduler, harness.device
     expected: dict[tuple[str, int], list[int]] = {}
-    oracle = Oracle(harness.model, BLOCK)
+    oracle = Oracle(INVENTED, BLOCK)
     pinned = []
     for i in range(12):
         prompt = random_prompt(rng, 3 * GRID)

@@ -1,0 +1,223 @@
+"""Cancel storm: requests by the thousand, half of them cancelled in every state, and everything comes back.
+
+`make campaign storm` runs 2,000 requests a round for several rounds and writes its figures to results/storm.json; the
+test run does a fraction. What must hold: blocks, slots, file handles and threads return exactly to where they began,
+and the front's resident memory does not grow.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from downcore.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from downcore.v1 import generation_pb2 as pb
+
+from tests.campaigns.budget import first_seed
+from tests.e2e.daemon import TINY_FLAGS, Daemon, tiny_model
+
+STATES = ("queued", "prefilling", "decoding", "forked", "stalled")
+FLAGS = (
+    *TINY_FLAGS,
+    "--max-sequences",
+    "8",
+    "--pool-bytes",
+    str(8 << 20),
+    "--slice-ms",
+    "2",
+    "--stall-timeout-s",
+    "60",
+)
+OPEN_AT_A_TIME = 40
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round did. `cancelled` by state; `killed` are calls open when the engine was killed."""
+
+    requests: int = 0
+    completed: int = 0
+    cancelled: Counter[str] = field(default_factory=Counter[str])
+    killed: int = 0
+    kills: int = 0
+    resident_kb: int = 0
+    seconds: float = 0.0
+
+
+class Storm:
+    """Traffic against one daemon; a round ends when its quotas are met."""
+
+    def __init__(self, daemon: Daemon, seed: int) -> None:
+        self.daemon = daemon
+        self.rng = random.Random(seed)
+        self.calls: dict[str, Any] = {}
+        self.stalled: set[str] = set()
+        self.doomed: dict[str, str] = {}  # request ids cancelled by us, with the state they were in
+        self.round = Round()
+        self._serial = 0
+
+    async def run(self, *, requests: int, each_state: int, kills: int) -> Round:
+        """At least `requests` requests, half of them cancelled, `each_state` in every state and around each kill."""
+        self.round = Round()
+        began = time.monotonic()
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+        async with grpc.aio.insecure_channel(f"unix:{self.daemon.socket}", options=options) as channel:
+            self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
+            self.admin = admin_pb2_grpc.AdminServiceStub(channel)
+            cancelling = asyncio.create_task(self._cancel_by_state(each_state, requests // 2))
+            running: set[asyncio.Task[None]] = set()
+            while self.round.requests < requests or not cancelling.done():
+                while len(running) < OPEN_AT_A_TIME:
+                    running.add(asyncio.create_task(self._one()))
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                if cancelling.done():
+                    cancelling.result()
+                if self.round.kills < kills and self.round.requests > requests * (self.round.kills + 1) // (kills + 1):
+                    await self._kill_engine()
+            await asyncio.wait(running)
+        self.round.seconds = round(time.monotonic() - began, 1)
+        return self.round
+
+    async def _one(self) -> None:
+        self._serial += 1
+        name = f"s{os.getpid()}-{self._serial}"
+        self.round.requests += 1
+        n = self.rng.choice([1, 1, 1, 2, 8])
+        is_staller = self.rng.random() < 0.25
+        length = self.rng.choice([self.rng.randint(1, 100), self.rng.randint(100, 900)])
+        family = self.rng.randrange(4)
+        request = pb.GenerateRequest(
+            request_id=name,
+            token_ids=pb.TokenIds(ids=[1 + (i * (family + 3)) % 250 for i in range(length)]),
+            sampling=pb.SamplingParams(seed=self._serial, logprobs=is_staller, top_logprobs=20 if is_staller else 0),
+            stopping=pb.StoppingParams(max_tokens=self.rng.randint(4, 200 if is_staller else 60), ignore_eos=True),
+            n=n,
+        )
+        call = self.calls[name] = self.generation.Generate(request, timeout=120)
+        try:
+            async for response in call:
+                if is_staller and response.HasField("chunk"):
+                    self.stalled.add(name)
+                    await call.code()  # reads nothing until the call has ended
+                    break
+            if name not in self.doomed:
+                self.round.completed += 1
+        except asyncio.CancelledError:
+            if name not in self.doomed:
+                raise
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            await asyncio.sleep(0.05)  # the engine is gone: the client's back-off
+        finally:
+            del self.calls[name]
+            self.stalled.discard(name)
+
+    async def _cancel_by_state(self, each_state: int, total: int) -> None:
+        """Asks the engine where everyone is, and cancels some there and then."""
+        cancelled = self.round.cancelled
+        while sum(cancelled.values()) < total or any(cancelled[state] < each_state for state in STATES):
+            await asyncio.sleep(0.01)
+            try:
+                rows = (await self.admin.ListSequences(admin_pb2.ListSequencesRequest(), timeout=20)).sequences
+            except grpc.aio.AioRpcError:
+                continue
+            states: dict[str, str] = {}
+            choices = Counter(row.request_id for row in rows)
+            for row in rows:
+                states[row.request_id] = self._state(row, choices[row.request_id])
+            for name, state in states.items():
+                behind = cancelled[state] <= min(cancelled[other] for other in STATES) + each_state // 4
+                if name in self.calls and name not in self.doomed and behind and self.rng.random() < 0.3:
+                    self.doomed[name] = state
+                    cancelled[state] += 1
+                    self.calls[name].cancel()
+
+    def _state(self, row: admin_pb2.Sequence, choices: int) -> str:
+        if row.request_id in self.stalled:
+            return "stalled"
+        if row.state in (admin_pb2.SEQUENCE_STATE_QUEUED, admin_pb2.SEQUENCE_STATE_PREEMPTED):
+            return "queued"
+        if row.state == admin_pb2.SEQUENCE_STATE_PREFILLING:
+            return "prefilling"
+        return "forked" if choices > 1 else "decoding"
+
+    async def _kill_engine(self) -> None:
+        info = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=20)
+        self.round.killed += len(self.calls)
+        self.round.kills += 1
+        os.kill(info.engine_pid, signal.SIGKILL)
+        while True:
+            now = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=20)
+            if now.state == admin_pb2.ENGINE_STATE_SERVING and now.engine_pid != info.engine_pid:
+                return
+            await asyncio.sleep(0.05)
+
+
+def counts(daemon: Daemon) -> dict[str, int]:
+    """All that must return to where it began, read while idle."""
+    daemon.wait_idle()
+    ledger, tier = daemon.ledger(), daemon.tier()
+    assert ledger.balanced, list(ledger.findings)
+    reserved = sum(entry.count for entry in ledger.entries if entry.owner == "reserved")
+    held = {entry.owner for entry in ledger.entries} - {"free", "cache", "reserved", "model"}
+    assert not held, f"held by {held} while idle"
+    return {
+        "blocks not free or cached": tier.blocks - tier.free_blocks - tier.cached_blocks,
+        "reserved": reserved,
+        "front files": daemon.num_files(),
+        "front threads": daemon.num_threads(),
+    }
+
+
+def main() -> int:
+    """The whole campaign: a warm-up round and five measured ones."""
+    seed = first_seed()
+    with tempfile.TemporaryDirectory(prefix="dc-", dir="/tmp") as name:
+        folder = Path(name)
+        daemon = Daemon(folder, tiny_model(folder / "model"), *FLAGS)
+        try:
+            storm = Storm(daemon, seed)
+            rounds: list[Round] = []
+            before: dict[str, int] = {}
+            for index in range(7):
+                done = asyncio.run(storm.run(requests=2000, each_state=100, kills=3))
+                after = counts(daemon)
+                done.resident_kb = daemon.resident_bytes() // 1024
+                print(f"round {index}: {done}", flush=True)
+                if index < 2:
+                    before = after
+                    continue
+                assert after == before, (before, after)
+                assert done.killed >= 100, done
+                rounds.append(done)
+        finally:
+            status = daemon.stop()
+        assert status == 0
+    kb = [r.resident_kb for r in rounds]
+    slope = 1000 * (kb[-1] - kb[0]) / sum(r.requests for r in rounds[1:])
+    result = {
+        "campaign": "storm",
+        "seed": seed,
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "rounds": [asdict(r) for r in rounds],
+        "front_kb_per_1000_requests": round(slope, 3),
+        "counts": before,
+    }
+    Path("tests/campaigns/results/storm.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"front memory: {slope:.2f} KB per 1,000 requests; counts returned: {before}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

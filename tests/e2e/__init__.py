@@ -1,0 +1,1 @@
+"""The whole daemon over a real socket."""

@@ -1,0 +1,1 @@
+"""Bytes, not closeness: cached equals cold in the real engine, across processes."""
