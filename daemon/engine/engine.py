@@ -79,6 +79,7 @@ class Engine:
         self.requests: dict[str, list[Sequence]] = {}  # choices that have not ended, by request id
         self.steps = 0
         self.is_stopping = False
+        self.prefill_rate = 0.0  # tokens/s of the fastest whole chunk of late; 0 until there was one
         self._arrivals = 0
         self._tokens: list[Token] = []
         self._finished: list[Finished] = []
@@ -187,6 +188,13 @@ class Engine:
             request.cached_len = match.resume_len
             self.device.stats.hit_tokens += match.resume_len
             self.device.stats.miss_tokens += request.prompt_len - match.resume_len
+        if request.deadline is not None and self.prefill_rate:
+            needed_s = (request.prompt_len - sequence.computed_len) / self.prefill_rate
+            if now + needed_s > request.deadline:
+                left = f"{request.deadline - now:.2f} s are left"
+                message = f"computing the prompt takes {needed_s:.2f} s at the best rate seen here, and {left}"
+                self._fail(request, ErrorReason.DEADLINE_EXCEEDED, message)
+                return
         grid = self.device.grid
         ends = {request.prompt_len // grid * grid, (request.prompt_len - 1) // grid * grid}
         if match.end is MatchEnd.NO_CHECKPOINT or match.end is MatchEnd.UNKNOWN:
@@ -249,6 +257,9 @@ class Engine:
         sequence.resources.swap("slot", sequence.slot, fresh, lambda: device.slots.release(fresh))
         sequence.slot = fresh
         sequence.computed_len = chunk.end
+        if chunk.end - chunk.start == device.grid:
+            # The best of late, so that a busy spell refuses nobody; it fades, so that a lucky one does not last.
+            self.prefill_rate = max(self.prefill_rate * 0.98, device.grid / max(chunk.elapsed_s, 1e-6))
         if chunk.end - chunk.start < device.grid or len(sequence.nodes) * size != chunk.start:
             return
         for start in range(chunk.start, chunk.end, size):

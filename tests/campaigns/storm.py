@@ -92,15 +92,15 @@ class Storm:
         self._serial += 1
         name = f"s{os.getpid()}-{self._serial}"
         self.round.requests += 1
-        n = self.rng.choice([1, 1, 1, 2, 8])
+        n = self.rng.choice([1, 1, 1, 1, 2, 4])
         is_staller = self.rng.random() < 0.25
         length = self.rng.choice([self.rng.randint(1, 100), self.rng.randint(100, 900)])
         family = self.rng.randrange(4)
         request = pb.GenerateRequest(
             request_id=name,
             token_ids=pb.TokenIds(ids=[1 + (i * (family + 3)) % 250 for i in range(length)]),
-            sampling=pb.SamplingParams(seed=self._serial, logprobs=is_staller, top_logprobs=20 if is_staller else 0),
-            stopping=pb.StoppingParams(max_tokens=self.rng.randint(4, 200 if is_staller else 60), ignore_eos=True),
+            sampling=pb.SamplingParams(seed=self._serial, logprobs=is_staller, top_logprobs=5 if is_staller else 0),
+            stopping=pb.StoppingParams(max_tokens=self.rng.randint(4, 90 if is_staller else 30), ignore_eos=True),
             n=n,
         )
         call = self.calls[name] = self.generation.Generate(request, timeout=120)
@@ -108,8 +108,9 @@ class Storm:
             async for response in call:
                 if is_staller and response.HasField("chunk"):
                     self.stalled.add(name)
-                    await call.code()  # reads nothing until the call has ended
-                    break
+                    await asyncio.sleep(0.5)  # reads nothing meanwhile; a status would not come before the messages
+                    self.stalled.discard(name)
+                    is_staller = False
             if name not in self.doomed:
                 self.round.completed += 1
         except asyncio.CancelledError:

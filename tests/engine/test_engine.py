@@ -261,3 +261,17 @@ def test_stopping_every_choice_before_the_fork_ends_the_request_at_once() -> Non
         harness.engine.handle(StopSequence("r", index, 0))
     assert len(harness.finished) == 3
     harness.assert_idle_books()
+
+
+def test_a_deadline_that_the_prompt_alone_would_miss_is_refused_before_it_costs_prefill() -> None:
+    harness = Harness(num_blocks=128)
+    harness.engine.prefill_rate = 100.0
+    harness.submit("hopeless", prompt_of(20 * GRID), 4, deadline_s=1.0)
+    harness.submit("possible", prompt_of(20 * GRID), 4, deadline_s=30.0)
+    harness.step()
+    assert harness.rejected["hopeless"].reason is ErrorReason.DEADLINE_EXCEEDED
+    assert harness.engine.chunk is None or harness.engine.chunk.sequence.request.id == "possible"
+    harness.run()
+    assert ("possible", 0) in harness.finished
+    assert harness.engine.prefill_rate > 100.0, "whole chunks were measured"
+    harness.assert_idle_books()

@@ -1,0 +1,116 @@
+"""The gated delta net mixer: one projection, a convolution over q, k and v, the gated delta rule, a gated norm.
+
+Checkpoints name and interleave the projection's parts in different ways; a family brings them as one product whose
+columns are [q | k | v | z | b | a], heads contiguous in each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from daemon.layers.inputs import Inputs
+from daemon.layers.linear import Linear
+from daemon.layers.parameters import Scope
+from daemon.layers.recurrent import RECURRENT_CAPS, ConvRecurrence, columns, recurrent_state, short_conv
+from daemon.layers.steps import Steps
+from kernels.delta_rule import DeltaResult, DeltaRows, delta_step
+from kernels.gated_delta import gated_delta_chunk, gated_delta_decay
+from kernels.gated_norm import rms_norm_silu_gate
+from tiers.layout import Plane
+from tiers.pools import DevicePools
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSizes:
+    """Heads and widths of a mixer."""
+
+    k_heads: int
+    v_heads: int
+    dk: int
+    dv: int
+    conv_taps: int
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise ValueError(f"{self.k_heads} key heads do not divide {self.v_heads} value heads")
+
+    @property
+    def key_width(self) -> int:
+        return self.k_heads * self.dk
+
+    @property
+    def value_width(self) -> int:
+        return self.v_heads * self.dv
+
+    @property
+    def conv_channels(self) -> int:
+        """q, k and v side by side."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def projection_parts(self) -> tuple[int, int, int, int]:
+        """Rows of the input projection: convolved, z, b, a."""
+        return self.conv_channels, self.value_width, self.v_heads, self.v_heads
+
+
+class GatedDeltaNet:
+    """Reads checkpoint names conv1d, A_log, dt_bias, norm, out_proj of its scope; `in_proj` is as said above."""
+
+    caps = RECURRENT_CAPS
+    planes: tuple[Plane, ...] = ()
+    pair_flops = 0  # a row costs the same after any history
+
+    def __init__(self, scope: Scope, layer: int, sizes: GatedDeltaSizes, in_proj: Linear, *, norm_eps: float) -> None:
+        assert in_proj.out_size == sum(sizes.projection_parts)
+        self.sizes = sizes
+        self.norm_eps = norm_eps
+        self.in_proj = in_proj
+        self.a_log = scope.tensor("A_log", sizes.v_heads, dtype=torch.float32)
+        self.dt_bias = scope.tensor("dt_bias", sizes.v_heads, dtype=torch.float32)
+        self.norm = scope.tensor("norm.weight", sizes.dv, dtype=torch.float32)
+        self.out_proj = Linear(scope, (("out_proj", in_proj.in_size),), sizes.value_width)
+        conv = short_conv(scope, (("conv1d", sizes.conv_channels),), sizes.conv_taps, bias=False)
+        state = recurrent_state(f"layers.{layer}", conv, (sizes.v_heads, sizes.dk, sizes.dv), scope.parameters.dtype)
+        self.slots = state.slots
+        self.recurrence = ConvRecurrence(state, conv)
+
+    @property
+    def active_params(self) -> int:
+        """Weights that multiply each token."""
+        return self.in_proj.in_size * (self.in_proj.out_size + self.sizes.value_width)
+
+    def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
+        """[rows, hidden] to the same; reads and writes the mixer's slots for every sequence of the batch."""
+        sizes = self.sizes
+        mixed, z, b, a = columns(self.in_proj(hidden), sizes.projection_parts)
+        yield
+        gates = _Gates(sizes, gated_delta_decay(a, self.a_log, self.dt_bias), b.float().sigmoid())
+        out = yield from self.recurrence.run(mixed, gates, inputs.batch, pools)
+        gated = rms_norm_silu_gate(out, z.view(-1, sizes.v_heads, sizes.dv), self.norm, self.norm_eps)
+        return self.out_proj(gated.flatten(1).to(hidden.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """The recurrence of one forward."""
+
+    sizes: GatedDeltaSizes
+    log_decay: torch.Tensor  # [rows, Hv, 1]
+    beta: torch.Tensor  # [rows, Hv]
+
+    def step(self, mixed: torch.Tensor, states: torch.Tensor) -> DeltaResult:
+        return delta_step(self._rows(mixed, slice(None)), states)
+
+    def chunk(self, mixed: torch.Tensor, rows: slice, state: torch.Tensor) -> DeltaResult:
+        return gated_delta_chunk(self._rows(mixed, rows), state)
+
+    def _rows(self, mixed: torch.Tensor, rows: slice) -> DeltaRows:
+        sizes = self.sizes
+        q, k, v = columns(mixed, (sizes.key_width, sizes.key_width, sizes.value_width))
+        return DeltaRows(
+            q=q.view(-1, sizes.k_heads, sizes.dk),
+            k=k.view(-1, sizes.k_heads, sizes.dk),
+            v=v.view(-1, sizes.v_heads, sizes.dv),
+            log_decay=self.log_decay[rows],
+            beta=self.beta[rows],
+        )
