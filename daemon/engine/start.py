@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 
 import daemon.layers
@@ -18,8 +17,8 @@ import kernels
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
 from daemon.messages import EngineInfo, ToFront
-from daemon.models.base import Model
 from daemon.models.load import LoadedModel, load_model
+from daemon.sizing import divide, free_budget
 from daemon.weights.errors import LoadError
 from tiers.device import DeviceTier
 from tiers.keys import state_fingerprint
@@ -28,10 +27,6 @@ from tiers.pools import DevicePools
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
 FORMAT_VERSION = b"1"  # of images and keys: a change makes every older byte unreadable, on purpose
-CHECKPOINT_SHARE = 0.25  # of the budget, the most that checkpoints may take
-MAX_CHECKPOINTS = 4096
-CPU_POOL_BYTES = 2 << 30  # where the host's memory is the device: at most this, unless asked for more
-FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of what is free after the weights
 
 log = logging.getLogger("downcore.engine")
 
@@ -57,10 +52,12 @@ def start(
         loaded = load_model(msgspec.structs.replace(config, grid=grid), progress)
         layout = loaded.model.layout(config.block_size)
         layout.check_grid(grid)
+        budget = config.pool_bytes or free_budget(loaded.model.facts.device)
+        division = divide(budget, layout, max_sequences=config.max_sequences, grid=grid)
     except (LoadError, ValueError) as error:
         raise StartError(str(error)) from error
     fingerprint = _fingerprint(config, loaded, layout, grid)
-    num_blocks, num_slots = _divide(config, loaded.model, layout, grid)
+    num_blocks, num_slots = division.num_blocks, division.num_slots
     pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
     device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=fingerprint)
     engine = Engine(config=config, model=loaded.model, pools=pools, device=device, send=send, clock=time.monotonic)
@@ -139,30 +136,3 @@ def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
             "torch": torch.__version__.encode() + torch.__config__.show().encode(),
         }
     )
-
-
-def _divide(config: EngineConfig, model: Model, layout: StateLayout, grid: int) -> tuple[int, int]:
-    """Blocks and slots that the budget gives: slots for all sequences first, then checkpoints, the rest is blocks."""
-    budget = config.pool_bytes or _free_budget(model, layout)
-    num_slots = config.max_sequences + 2  # the reserved one, and the shadow
-    slots_bytes = num_slots * layout.slot_bytes
-    if layout.slots:
-        checkpoints = min(MAX_CHECKPOINTS, int(CHECKPOINT_SHARE * budget) // layout.slot_bytes)
-        if 2 * slots_bytes > budget:
-            raise StartError(
-                f"{config.max_sequences} sequences need {slots_bytes} bytes of slots, more than half of the budget of "
-                f"{budget}: lower max_sequences or raise pool_bytes"
-            )
-        num_slots += checkpoints
-    num_blocks = (budget - num_slots * layout.slot_bytes) // layout.block_bytes
-    least = grid // config.block_size + 2
-    if num_blocks < least:
-        raise StartError(f"pool_bytes of {budget} leave {num_blocks} blocks, but a grid chunk needs {least}")
-    return num_blocks, num_slots
-
-
-def _free_budget(model: Model, layout: StateLayout) -> int:
-    device = model.facts.device
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE["cuda"])
-    return min(CPU_POOL_BYTES, int(psutil.virtual_memory().available * FREE_SHARE["cpu"]))

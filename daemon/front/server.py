@@ -44,6 +44,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
     ("grpc.so_reuseport", 0),
+    ("grpc.enable_channelz", 0),  # nobody reads its traces, which are kept for every channel and socket
     # A peer that has gone without a word is found out, so that its streams do not stay for ever.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),

@@ -42,8 +42,7 @@ def load_weights(folder: Path, parameters: Parameters, progress: Progress) -> by
     Raises:
         CheckpointError: a file is damaged, or tensors are missing, superfluous, or of another shape or kind.
     """
-    shards = [Shard(path, read_header(path)) for path in weight_files(folder)]
-    shards = _match(shards, parameters)
+    shards = match_weights(folder, parameters)
     total = sum(entry.num_bytes for shard in shards for entry in shard.entries)
     done = 0
     hashes: dict[str, bytes] = {}
@@ -63,6 +62,15 @@ def load_weights(folder: Path, parameters: Parameters, progress: Progress) -> by
     for name in sorted(hashes):
         digest.update(hashes[name])
     return digest.digest()
+
+
+def match_weights(folder: Path, parameters: Parameters) -> list[Shard]:
+    """The files and tensors that fill all parameters, from the files' headers alone.
+
+    Raises:
+        CheckpointError: a file is damaged, or tensors are missing, superfluous, or of another shape or kind.
+    """
+    return _match([Shard(path, read_header(path)) for path in weight_files(folder)], parameters)
 
 
 def weight_files(folder: Path) -> list[Path]:
