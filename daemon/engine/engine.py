@@ -17,6 +17,7 @@ from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Admitted, Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from daemon.errors import ErrorReason
+from daemon.layers.steps import HostStageError
 from daemon.messages import (
     Abort,
     Configure,
@@ -99,7 +100,7 @@ class Engine:
         for sequence in preempted:
             log.info("preempted %s after %d tokens", sequence.id, len(sequence.token_ids))
         if plan.decode:
-            self._commit_decode(plan.decode, self.runner.decode(plan.decode))
+            self._decode(plan.decode)
         if plan.prefill is not None and plan.prefill.is_running:
             self._advance_prefill(plan.prefill)
         self._flush()
@@ -201,6 +202,21 @@ class Engine:
             ends.add(match.known_len)  # the branch point: others came this way and may again
         sequence.checkpoint_at = frozenset(ends)
 
+    def _decode(self, sequences: tuple[Sequence, ...]) -> None:
+        """One row each. Where the host cannot fetch what the rows need, each runs alone, and fails alone."""
+        try:
+            logits = self.runner.decode(sequences)
+        except HostStageError as error:
+            if len(sequences) == 1:
+                log.error("a row of %s cannot be computed: %s", sequences[0].id, error)
+                self._fail(sequences[0].request, ErrorReason.INTERNAL, "part of the model could not be read")
+                return
+            for sequence in sequences:
+                if sequence.is_running:
+                    self._decode((sequence,))
+            return
+        self._commit_decode(sequences, logits)
+
     def _advance_prefill(self, sequence: Sequence) -> None:
         if self.chunk is None:
             self._adopt_newer(sequence)
@@ -210,7 +226,7 @@ class Engine:
         chunk = self.chunk
         try:
             logits = self.runner.advance(chunk, self.config.slice_ms / 1000)
-        except RuntimeError:
+        except (RuntimeError, HostStageError):
             log.exception("the forward of %s failed", sequence.id)
             self._fail(sequence.request, ErrorReason.INTERNAL, "the prompt's forward failed")
             return

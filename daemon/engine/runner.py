@@ -11,7 +11,7 @@ import torch
 
 from daemon.batch import SequenceRows, make_batch
 from daemon.engine.sequence import Sequence
-from daemon.models.base import Model, Steps, finish
+from daemon.models.base import HostStaged, Model, Steps, finish
 from tiers.pools import DevicePools
 
 
@@ -58,6 +58,10 @@ class Runner:
             slot_out=self.shadow_slot,
         )
         batch = make_batch([rows], self.pools.layout.block_size, self.pools.blocks.device)
+        if isinstance(self.model, HostStaged):
+            following = sequence.token_ids[end : min(end + len(rows.token_ids), sequence.request.prompt_len)]
+            if following:
+                self.model.prefetch(sequence.token_ids[start:end], following)
         return Chunk(sequence, start, end, self.model.forward(batch, self.pools))
 
     def advance(self, chunk: Chunk, slice_s: float) -> torch.Tensor | None:

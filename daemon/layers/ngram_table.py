@@ -6,6 +6,7 @@ two the caller computes something else. Neither changes anything but the cache, 
 result, so a look-up may be repeated, dropped or made for a step that never runs.
 """
 
+import hashlib
 import os
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -17,11 +18,14 @@ from typing import Protocol, cast
 
 import torch
 
+from daemon.layers.steps import HostStageError
+
 READ_BATCH = 256  # rows that one task reads
+DIGEST_ROWS = 4096
 MAX_AHEAD = 4  # prefetches that are not yet wanted
 
 
-class TableReadError(Exception):
+class TableReadError(HostStageError):
     """The table's file gave fewer bytes than its header promised, or could not be read."""
 
 
@@ -66,8 +70,16 @@ class RowSource(Protocol):
         """Begins a look-up of rows [any shape] int64."""
         ...
 
+    def wait(self, fetch: Fetch) -> None:
+        """Returns once everything is read; raises HostStageError where it could not be."""
+        ...
+
     def finish(self, fetch: Fetch) -> torch.Tensor:
         """Waits for it: [*rows.shape, dim]."""
+        ...
+
+    def digest(self) -> bytes:
+        """What tells one table from another, for the state fingerprint: 32 bytes."""
         ...
 
     def prefetch(self, rows: torch.Tensor) -> None:
@@ -151,8 +163,8 @@ class NgramTable:
         """
         self._ahead.append(self._begin(rows))
 
-    def finish(self, fetch: Fetch) -> torch.Tensor:
-        """Waits for a look-up: [*rows.shape, dim] in the table's dtype. What was read is cached from now on.
+    def wait(self, fetch: Fetch) -> None:
+        """Waits for a look-up's reads.
 
         Raises:
             TableReadError: a read failed or was short.
@@ -162,6 +174,24 @@ class NgramTable:
                 read.result()
         except OSError as error:
             raise TableReadError(f"n-gram table: {error.strerror}") from error
+
+    def digest(self) -> bytes:
+        """Of the sizes and of rows spread evenly over the table: reading all of it would take minutes."""
+        digest = hashlib.blake2b(repr((self.row, [shard.num_rows for shard in self._shards])).encode(), digest_size=32)
+        step = max(1, self.num_rows // DIGEST_ROWS)
+        rows = [*range(0, self.num_rows, step), self.num_rows - 1]
+        data = bytearray(len(rows) * self.row.num_bytes)
+        self._read(rows, list(range(len(rows))), data)
+        digest.update(data)
+        return digest.digest()
+
+    def finish(self, fetch: Fetch) -> torch.Tensor:
+        """Waits for a look-up: [*rows.shape, dim] in the table's dtype. What was read is cached from now on.
+
+        Raises:
+            TableReadError: a read failed or was short.
+        """
+        self.wait(fetch)
         self._keep(fetch)
         found = self._bytes_of(fetch.data).view(self.row.dtype)
         return found[fetch.inverse].view(*fetch.rows.shape, self.row.dim)
@@ -249,6 +279,13 @@ class SeededTable:
 
     def close(self) -> None:
         """There is nothing open."""
+
+    def wait(self, fetch: Fetch) -> None:
+        """There is nothing to wait for."""
+
+    def digest(self) -> bytes:
+        """The function is the same everywhere."""
+        return hashlib.blake2b(repr(self.row).encode(), digest_size=32).digest()
 
     def finish(self, fetch: Fetch) -> torch.Tensor:
         """[*rows.shape, dim] in the table's dtype."""

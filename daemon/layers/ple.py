@@ -76,6 +76,10 @@ class NgramPle:
         """Begins to read the rows of the table that this batch needs: [rows, heads, dim] once finished."""
         return self.table.start(self._table_rows(batch, self._histories(batch, pools)))
 
+    def wait(self, fetch: Fetch) -> None:
+        """Returns once the rows are there; raises HostStageError where they cannot be had."""
+        self.table.wait(fetch)
+
     @property
     def active_params(self) -> int:
         """Weights that multiply each token."""

@@ -5,7 +5,7 @@ A family is a module of this package that builds a `Model`; nothing outside the 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -69,6 +69,19 @@ class Model(Protocol):
         Every block and slot named by the batch must lie inside the pools. Bytes of a result do not depend on block
         ids, nor on what unheld or unwritten rows contain.
         """
+        ...
+
+
+@runtime_checkable
+class HostStaged(Protocol):
+    """What a model has besides, where `caps.no_host_stage` is False: parts that stay on disk until rows need them."""
+
+    def prefetch(self, earlier_ids: list[int], token_ids: list[int]) -> None:
+        """Begins to read what a later chunk of these tokens will need, after others of the same sequence."""
+        ...
+
+    def tables_digest(self) -> bytes:
+        """Tells those parts from others, for the state fingerprint."""
         ...
 
 

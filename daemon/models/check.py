@@ -13,15 +13,14 @@ import torch
 from daemon.config import EngineConfig
 from daemon.layers.parameters import Parameters
 from daemon.models.base import BuildOptions, Model
-from daemon.models.fields import Fields, read_json
-from daemon.models.load import build_model, choose_tile
+from daemon.models.fields import read_json
+from daemon.models.load import build_model, checkpoint_dtype, choose_tile
 from daemon.sizing import RESERVED_BLOCKS, divide, free_budget
 from daemon.weights.errors import LoadError
 from daemon.weights.reader import INDEX_NAME, SINGLE_NAME, match_weights
 from tiers.layout import StateLayout
 
 GRID = 1024  # tokens; what a CPU takes, and a quarter of what a GPU does
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONTEXTS = (4096, 32768, 131072, 1 << 20)  # tokens
 
 
@@ -85,7 +84,7 @@ def check_model(
     size = block_size or defaults.block_size
     fields = read_json(folder / "config.json")
     has_weights = any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
-    dtype = _dtype(fields)
+    dtype = checkpoint_dtype(fields)
     options = BuildOptions(dtype, torch.device("meta"), choose_tile(GRID, size), folder if has_weights else None)
     parameters = Parameters(options.device, dtype)
     model = build_model(fields, options, parameters)
@@ -126,13 +125,6 @@ def main() -> int:
         return 1
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     return 0
-
-
-def _dtype(fields: Fields) -> torch.dtype:
-    """Of the checkpoint, as the loader takes it."""
-    text = fields.section("text_config") or fields
-    name = fields.text("dtype", fields.text("torch_dtype", text.text("dtype", text.text("torch_dtype", "float32"))))
-    return DTYPES.get(name, torch.float32)
 
 
 def _budget(model: Model, layout: StateLayout, pool_bytes: int | None, max_sequences: int) -> Budget:

@@ -16,7 +16,7 @@ import torch
 import daemon.models
 from daemon.config import EngineConfig, LoadFormat
 from daemon.layers.parameters import Parameters
-from daemon.models.base import BuildOptions, Model
+from daemon.models.base import BuildOptions, HostStaged, Model
 from daemon.models.fields import Fields, read_json
 from daemon.weights.dummy import fill_with_dummies
 from daemon.weights.errors import ConfigError, LoadError
@@ -51,7 +51,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         raise LoadError("the model path is not a folder")
     fields = _with_all_end_tokens(read_json(folder / "config.json"), folder)
     options = BuildOptions(
-        _dtype(config, fields),
+        checkpoint_dtype(fields) if config.dtype == "auto" else DTYPES[config.dtype],
         _device(config),
         choose_tile(config.grid, config.block_size),
         None if config.load_format is LoadFormat.DUMMY else folder,
@@ -63,6 +63,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     else:
         digest = load_weights(folder, parameters, progress)
     parameters.finish()
+    if isinstance(model, HostStaged):
+        digest = hashlib.blake2b(digest + model.tables_digest(), digest_size=32).digest()
     return LoadedModel(model, digest, _architecture_digest(fields))
 
 
@@ -86,6 +88,16 @@ def build_model(fields: Fields, options: BuildOptions, parameters: Parameters) -
         return build(fields, options, parameters)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"the parameters cannot be allocated: {str(error).splitlines()[0][:200]}") from None
+
+
+def checkpoint_dtype(fields: Fields) -> torch.dtype:
+    """What a model computes in unless told otherwise: what its configuration, or the text part of it, says."""
+    for part in (fields, fields.section("text_config") or Fields({}, fields.where)):
+        for key in ("dtype", "torch_dtype"):
+            if part.has(key):
+                # float16 fits into float32 without loss, and into bfloat16 not at all well.
+                return DTYPES.get(part.text(key), torch.float32)
+    return torch.float32
 
 
 def known_families() -> tuple[str, ...]:
@@ -128,14 +140,6 @@ def _with_all_end_tokens(fields: Fields, folder: Path) -> Fields:
     if text is not None:
         values["text_config"] = {**text.values, "eos_token_id": ends}
     return Fields(values, fields.where)
-
-
-def _dtype(config: EngineConfig, fields: Fields) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    name = fields.text("dtype", fields.text("torch_dtype", "float32"))
-    # float16 fits into float32 without loss, and into bfloat16 not at all well.
-    return DTYPES.get(name, torch.float32)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -9,12 +9,12 @@ from daemon.models.qwen_hybrid import (
     hybrid_model,
     separate_projection,
     shared_expert_moe,
-    text_fields,
+    text_part,
 )
 
 
 def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Model:
     """Declares the model of a configuration; its parameters are filled afterwards."""
-    fields = text_fields(fields)
+    fields, body = text_part(fields, parameters)
     parts = Parts(separate_projection, lambda scope, layer: shared_expert_moe(scope, fields, renormalise=True))
-    return hybrid_model("qwen3_5_moe", hybrid_config(fields), parts, options, parameters)
+    return hybrid_model("qwen3_5_moe", hybrid_config(fields), parts, options, body)

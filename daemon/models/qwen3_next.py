@@ -28,7 +28,7 @@ def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Mode
             return GatedMlp(scope, config.hidden_size, fields.count("intermediate_size"))
         return shared_expert_moe(scope, fields, renormalise=renormalise)
 
-    return hybrid_model("qwen3_next", config, Parts(_interleaved_projection, mlp), options, parameters)
+    return hybrid_model("qwen3_next", config, Parts(_interleaved_projection, mlp), options, parameters.root / "model")
 
 
 def _interleaved_projection(scope: Scope, config: HybridConfig) -> Linear:

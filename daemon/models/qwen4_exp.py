@@ -125,6 +125,10 @@ class Qwen4Exp:
         for ple in self.ples:
             ple.prefetch(earlier_ids, token_ids)
 
+    def tables_digest(self) -> bytes:
+        """Tells the tables on disk from others."""
+        return b"".join(ple.table.digest() for ple in self.ples)
+
     def close(self) -> None:
         """Closes the tables' files."""
         for ple in self.ples:
@@ -133,6 +137,9 @@ class Qwen4Exp:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         fetches = [ple.stage(batch, pools) for ple in self.ples]
+        if batch.is_decode:  # slots are written in place: whatever can fail must fail before the first of them
+            for ple, fetch in zip(self.ples, fetches, strict=True):
+                ple.wait(fetch)
         yield
         streams = self.embedding(batch.token_ids).repeat(1, self.num_streams)
         plan = plan_batch(batch, pools.layout.block_size, self.tile, streams.dtype)

@@ -18,7 +18,7 @@ from daemon.layers.rope import Rope, RopeConfig
 from daemon.models.base import BuildOptions, Model, ModelFacts
 from daemon.models.fields import Fields, context_tokens, rope_config
 from daemon.models.plain import PlainModel
-from daemon.models.sparse_latent import EXPERT_NAMES, SWIGLU, expert_sizes
+from daemon.models.sparse_latent import EXPERT_NAMES, SWIGLU, expert_sizes, with_text_part
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
 PARTIAL_ROTARY = 0.25  # of a head, where the configuration does not say
@@ -48,9 +48,13 @@ class Parts:
     mlp: Callable[[Scope, int], AnyMlp]  # of a layer's scope and number
 
 
-def text_fields(fields: Fields) -> Fields:
-    """The part of a configuration that is about text: all of it, or its `text_config`."""
-    return fields.section("text_config") or fields
+def text_part(fields: Fields, parameters: Parameters) -> tuple[Fields, Scope]:
+    """What of a configuration is about text, and the scope of the text model's tensors.
+
+    Beside a vision tower both are one level down.
+    """
+    body = parameters.root / "model"
+    return with_text_part(fields), body / "language_model" if fields.has("text_config") else body
 
 
 def hybrid_config(fields: Fields) -> HybridConfig:
@@ -118,14 +122,12 @@ def shared_expert_moe(scope: Scope, fields: Fields, *, renormalise: bool) -> Moe
     )
 
 
-def hybrid_model(
-    family: str, config: HybridConfig, parts: Parts, options: BuildOptions, parameters: Parameters
-) -> Model:
-    """Declares the model of a configuration; its parameters are filled afterwards."""
+def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: BuildOptions, body: Scope) -> Model:
+    """Declares the model of a configuration below `body`; its parameters are filled afterwards."""
+    parameters = body.parameters
     # Vision towers and layers that predict more than one token are not part of this model.
     parameters.ignore(r"(model\.)?visual\..*", r"mtp\..*")
     root, size, eps = parameters.root, config.hidden_size, config.norm_eps
-    body = root / "model"
     embedding = Embedding(body, "embed_tokens", config.vocab_size, size)
     layers: list[DecoderLayer] = []
     for i, layer_type in enumerate(config.layer_types):

@@ -2,10 +2,14 @@
 
 import pytest
 
+from daemon.batch import Batch
 from daemon.errors import ErrorReason
+from daemon.layers.steps import HostStageError
 from daemon.messages import Abort, Query, QueryKind, StopReason, StopSequence
+from daemon.models.base import Steps
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
-from tests.engine.invented import VOCAB, Oracle
+from tests.engine.invented import VOCAB, Invented, Oracle
+from tiers.pools import DevicePools
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -274,4 +278,32 @@ def test_a_deadline_that_the_prompt_alone_would_miss_is_refused_before_it_costs_
     harness.run()
     assert ("possible", 0) in harness.finished
     assert harness.engine.prefill_rate > 100.0, "whole chunks were measured"
+    harness.assert_idle_books()
+
+
+class Unreadable(Invented):
+    """Cannot fetch what one token needs, when that token is decoded."""
+
+    token = -1
+
+    def forward(self, batch: Batch, pools: DevicePools) -> Steps:
+        if batch.is_decode and self.token in batch.token_ids.tolist():
+            raise HostStageError("gone")
+        return (yield from super().forward(batch, pools))
+
+
+def test_a_row_whose_host_stage_fails_ends_its_own_request_alone() -> None:
+    model = Unreadable()
+    oracle = Oracle(INVENTED, BLOCK)
+    answers = {f"r{i}": oracle.answer(prompt_of(5 + i, i), 12, seed=i, temperature=1.0) for i in range(12)}
+    decoded = {name: set(answer[:-1]) for name, answer in answers.items()}
+    model.token = next(t for t in range(VOCAB) if 0 < sum(t in tokens for tokens in decoded.values()) < 6)
+    meets = {name for name, tokens in decoded.items() if model.token in tokens}
+    harness = Harness(model=model, num_blocks=200)
+    for i in range(12):
+        harness.submit(f"r{i}", prompt_of(5 + i, i), 12, seed=i, temperature=1.0)
+    harness.run()
+    assert set(harness.rejected) == meets
+    for name in set(answers) - meets:
+        assert harness.tokens[(name, 0)] == answers[name]
     harness.assert_idle_books()

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from daemon.config import EngineConfig, LoadFormat
+from ops.models.shipped import TINY_HYBRID
 from tests.e2e.daemon import tiny_model
 from tests.exact.probe import Probe, Snapshot
 
 LENGTHS = (1, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3000)
+HYBRID_LENGTHS = (63, 1024, 1025, 2048, 2049, 3000)
 GRID = 1024
 SMALL_BLOCK, SMALL_GRID = 4, 16
 
@@ -67,6 +69,31 @@ def test_the_next_turn_equals_a_cold_run_across_processes_on_the_embedded_model(
     (cold,) = run_process(embedded_model, [{"prompt": second}])
     assert hit.cached_len == 1024, "the published floor"
     assert_same_bytes(cold, hit)
+
+
+def test_a_hit_and_its_recurrent_state_equal_a_cold_run_across_processes_on_the_hybrid_model() -> None:
+    text, vocab_size = random_ids(max(HYBRID_LENGTHS) + 50, 21, 8_000), 8_000
+    cold_steps: list[dict[str, object]] = []
+    for length in HYBRID_LENGTHS:
+        cold_steps += [{"prompt": text[:length]}, {"forget": True}]
+    colds = run_process(TINY_HYBRID, cold_steps)
+    # A prompt leaves a checkpoint at its last grid position only: two prompts make those at 1,024 and 2,048, the second
+    # of them from a state that was itself resumed.
+    history = [
+        {"prompt": random_ids(700, 22, vocab_size)},
+        {"prompt": random_ids(1500, 23, vocab_size), "max_tokens": 3},
+        {"prompt": text[:1100]},
+        {"prompt": [*text, 5]},
+    ]
+    steps = [*history, *({"prompt": text[:length]} for length in reversed(HYBRID_LENGTHS))]
+    hits = run_process(TINY_HYBRID, steps)[len(history) :][::-1]
+    for length, cold, hit in zip(HYBRID_LENGTHS, colds, hits, strict=True):
+        assert cold.cached_len == 0
+        assert hit.cached_len == (length - 1) // GRID * GRID
+        assert_same_bytes(cold, hit)
+    assert sum(hit.cached_len > 0 for hit in hits) == 4
+    assert len({cold.slots for cold in colds}) == len(HYBRID_LENGTHS), "the recurrent state says nothing"
+    assert any(set(cold.blocks) != set(hit.blocks) for cold, hit in zip(colds, hits, strict=True)), "same block ids"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe"])

@@ -112,3 +112,15 @@ def test_a_made_up_row_is_a_function_of_its_number_alone() -> None:
     part = table.finish(table.start(torch.tensor([[7, 31], [31, 0]])))
     assert torch.equal(part, whole[torch.tensor([[7, 31], [31, 0]])])
     assert len({tuple(row) for row in whole.tolist()}) == 50
+
+
+def test_a_table_with_other_rows_or_another_size_has_another_digest(tmp_path: Path) -> None:
+    digests: list[bytes] = []
+    for number, (values, num_rows) in enumerate(((1.0, 40), (1.0, 40), (2.0, 40), (1.0, 41))):
+        path = tmp_path / f"t{number}"
+        path.write_bytes(torch.full((num_rows, 3), values).numpy().tobytes())
+        table = NgramTable([TableShard(path, 0, num_rows)], RowFormat(torch.float32, 3), cache_rows=4, num_threads=1)
+        digests.append(table.digest())
+        table.close()
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3

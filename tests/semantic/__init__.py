@@ -1,0 +1,1 @@
+"""Questions whose answers say whether the cache held the right bytes."""
