@@ -8,37 +8,15 @@ import torch
 
 from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps, combine
-from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.inputs import make_inputs
 from daemon.layers.linear import Embedding, Linear
+from daemon.layers.mixing import Mixer, mix
 from daemon.layers.rope import Rope
 from daemon.layers.steps import Steps
-from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 """Over the last dimension; same shape and dtype."""
-
-
-class Mixer(Protocol):
-    """The part of a layer that looks at other rows."""
-
-    caps: LayerCaps
-    planes: tuple[Plane, ...]
-    slots: tuple[SlotTensor, ...]
-
-    @property
-    def active_params(self) -> int:
-        """Weights that multiply each token."""
-        ...
-
-    @property
-    def pair_flops(self) -> int:
-        """FLOPs of one query token with one history token."""
-        ...
-
-    def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
-        """[num_rows, hidden_size] to the same, writing the rows' state."""
-        ...
 
 
 class Mlp(Protocol):
@@ -82,13 +60,10 @@ class Decoder:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
-        inputs = Inputs(
-            batch,
-            plan_batch(batch, pools.layout.block_size, self.tile, hidden.dtype),
-            None if self.rope is None else self.rope.rows(batch.positions, hidden.dtype),
-        )
+        rotary = None if self.rope is None else self.rope.rows(batch.positions, hidden.dtype)
+        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, rotary)
         for layer in self.layers:
-            mixed = yield from layer.mixer.forward(layer.mixer_norm(hidden), inputs, pools)
+            mixed = yield from mix(layer.mixer, layer.mixer_norm(hidden), inputs, pools)
             hidden.add_(mixed)
             yield
             hidden.add_((yield from layer.mlp.forward(layer.mlp_norm(hidden))))

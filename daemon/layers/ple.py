@@ -97,8 +97,17 @@ class NgramPle:
         yield
         rows = self.table.finish(fetch).flatten(1).to(device=streams.device, dtype=streams.dtype)
         gated = self._gated(streams, rows)
-        out = streams + (gated + self._convolve(self._norm(gated, self.conv_norm), batch, pools))
-        self._advance_ids(batch, pools)
+        return streams + (gated + self._advance(self._norm(gated, self.conv_norm), batch, pools))
+
+    def _advance(self, normed: torch.Tensor, batch: Batch, pools: DevicePools) -> torch.Tensor:
+        """The convolution's share; its past and the last ids move on, row by row where a batch verifies."""
+        if batch.row_slots is None:
+            out = self._convolve(normed, batch, pools)
+            self._advance_ids(batch, pools)
+            return out
+        out = torch.empty_like(normed)
+        for rows, step in batch.row_steps():
+            out[rows] = self._advance(normed[rows], step, pools)
         return out
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from daemon.batch import Batch
 from daemon.layers.caps import combine
-from daemon.layers.decoder import Mixer
 from daemon.layers.dsa import SelectingLatentAttention
 from daemon.layers.experts import ExpertSizes, Mlp, Moe
 from daemon.layers.hyper import HyperConnection
 from daemon.layers.indexer import DsaIndexConfig, IndexSizes
-from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.inputs import make_inputs
 from daemon.layers.kda import KdaConfig, KimiDeltaAttention
 from daemon.layers.linear import Embedding, Linear
+from daemon.layers.mixing import Mixer, mix
 from daemon.layers.mla import LatentConfig
 from daemon.layers.norms import RmsNorm
 from daemon.layers.parameters import Parameters, Scope
@@ -134,16 +134,15 @@ class Glm5Next:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         streams = expand_streams(self.embedding(batch.token_ids), self.num_streams)
-        plan = plan_batch(batch, pools.layout.block_size, self.tile, streams.dtype)
-        inputs = Inputs(batch, plan, None)
+        inputs = make_inputs(batch, pools.layout.block_size, self.tile, streams.dtype, None)
         for layer in self.layers:
-            mix = layer.mixer_way.enter(streams)
-            out = yield from layer.mixer.forward(layer.mixer_norm(mix.collapsed), inputs, pools)
-            streams = layer.mixer_way.leave(out, streams, mix)
+            way = layer.mixer_way.enter(streams)
+            out = yield from mix(layer.mixer, layer.mixer_norm(way.collapsed), inputs, pools)
+            streams = layer.mixer_way.leave(out, streams, way)
             yield
-            mix = layer.mlp_way.enter(streams)
-            out = yield from layer.mlp.forward(layer.mlp_norm(mix.collapsed))
-            streams = layer.mlp_way.leave(out, streams, mix)
+            way = layer.mlp_way.enter(streams)
+            out = yield from layer.mlp.forward(layer.mlp_norm(way.collapsed))
+            streams = layer.mlp_way.leave(out, streams, way)
             yield
         last = self.norm(collapse_streams(streams.index_select(0, batch.logit_rows)))
         logits = functional.linear(last, self.embedding.weight) if self.head is None else self.head(last)

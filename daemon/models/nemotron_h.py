@@ -9,9 +9,10 @@ from daemon.batch import Batch
 from daemon.layers.attention import Attention, AttentionConfig
 from daemon.layers.caps import combine
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
-from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.inputs import make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mamba2 import Mamba2Config, Mamba2Mixer
+from daemon.layers.mixing import mix
 from daemon.layers.norms import WideRmsNorm
 from daemon.layers.parameters import Parameters, Scope
 from daemon.layers.steps import Steps
@@ -102,11 +103,11 @@ class NemotronModel:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
-        inputs = Inputs(batch, plan_batch(batch, pools.layout.block_size, self.tile, hidden.dtype), None)
+        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, None)
         for block in self.blocks:
             normed = block.norm(hidden)
             if isinstance(block.part, Attention | Mamba2Mixer):
-                hidden.add_((yield from block.part.forward(normed, inputs, pools)))
+                hidden.add_((yield from mix(block.part, normed, inputs, pools)))
             else:
                 hidden.add_((yield from block.part.forward(normed)))
             yield

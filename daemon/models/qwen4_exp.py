@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from daemon.batch import Batch
 from daemon.layers.caps import combine
-from daemon.layers.decoder import Mixer
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SoftmaxRouter
 from daemon.layers.gated_delta_net import GatedDeltaNet, GatedDeltaSizes
 from daemon.layers.hyper import GatedResidual, StreamSizes
 from daemon.layers.indexer import IndexSizes
-from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.inputs import make_inputs
 from daemon.layers.linear import Embedding, Linear
+from daemon.layers.mixing import Mixer, mix
 from daemon.layers.parameters import Parameters, Scope
 from daemon.layers.ple import NgramPle, PleSizes
 from daemon.layers.qsa import QsaAttention, QsaConfig
@@ -142,18 +142,18 @@ class Qwen4Exp:
                 ple.wait(fetch)
         yield
         streams = self.embedding(batch.token_ids).repeat(1, self.num_streams)
-        plan = plan_batch(batch, pools.layout.block_size, self.tile, streams.dtype)
-        inputs = Inputs(batch, plan, self.rope.rows(batch.positions, streams.dtype))
+        rotary = self.rope.rows(batch.positions, streams.dtype)
+        inputs = make_inputs(batch, pools.layout.block_size, self.tile, streams.dtype, rotary)
         for layer in self.layers:
             if layer.ple is not None:
                 streams = yield from layer.ple.forward(streams, fetches.pop(0), batch, pools)
-            mix = layer.mixer_way.enter(streams)
-            out = yield from layer.mixer.forward(mix.mixed, inputs, pools)
-            streams = layer.mixer_way.leave(out, streams, mix)
+            way = layer.mixer_way.enter(streams)
+            out = yield from mix(layer.mixer, way.mixed, inputs, pools)
+            streams = layer.mixer_way.leave(out, streams, way)
             yield
-            mix = layer.mlp_way.enter(streams)
-            out = yield from layer.mlp.forward(mix.mixed)
-            streams = layer.mlp_way.leave(out, streams, mix)
+            way = layer.mlp_way.enter(streams)
+            out = yield from layer.mlp.forward(way.mixed)
+            streams = layer.mlp_way.leave(out, streams, way)
             yield
         last = self.last_way.enter(streams.index_select(0, batch.logit_rows)).mixed
         logits = functional.linear(last, self.embedding.weight) if self.head is None else self.head(last)

@@ -15,7 +15,7 @@ from daemon.layers.caps import combine
 from daemon.layers.dsa import SparseLatentAttention
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
 from daemon.layers.indexer import DsaIndexConfig, IndexSizes
-from daemon.layers.inputs import Inputs, plan_batch
+from daemon.layers.inputs import make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mla import LatentConfig, Rotation, rotate_interleaved
 from daemon.layers.norms import RmsNorm
@@ -239,8 +239,8 @@ class SparseLatentModel:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
-        plan = plan_batch(batch, pools.layout.block_size, self.tile, hidden.dtype)
-        inputs = Inputs(batch, plan, self.rope.rows(batch.positions, hidden.dtype))
+        rotary = self.rope.rows(batch.positions, hidden.dtype)
+        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, rotary)
         selections: list[Selection] | None = None
         for layer in self.layers:
             result = yield from layer.attention.forward(layer.attention_norm(hidden), inputs, pools, selections)

@@ -121,7 +121,7 @@ def run(built: Built, pools: DevicePools, hidden: torch.Tensor, *sequences: Sequ
 
 
 def run_batch(built: Built, pools: DevicePools, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return finish(built.mixer.forward(hidden, Inputs(batch, NO_ATTENTION, None), pools))
+    return finish(built.mixer.forward(hidden, Inputs(batch, NO_ATTENTION, None, ()), pools))
 
 
 def hidden_rows(num_rows: int, seed: int = 0) -> torch.Tensor:

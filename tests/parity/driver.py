@@ -4,6 +4,7 @@ Knows no family and no plane or slot by name. Whatever is not held is full of Na
 read it cannot pass.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +84,27 @@ class Driver:
         for sequence, tokens in rows:
             sequence.computed_len += len(tokens)
         return logits
+
+    def verify(self, rows: list[tuple[Sequence, list[int]]]) -> tuple[torch.Tensor, list[list[int]]]:
+        """One forward whose every row leaves its state in a slot of its own; logits of all rows, and those slots."""
+        batch: list[SequenceRows] = []
+        slots: list[list[int]] = []
+        for sequence, tokens in rows:
+            slots.append([self.free_slots.pop() for _ in tokens])
+            part = self._rows(sequence, tokens, slot_out=sequence.slot, want_all_logits=True)
+            batch.append(dataclasses.replace(part, row_slots=slots[-1]))
+        return self._forward(batch), slots
+
+    def keep(self, sequence: Sequence, slots: list[int], num_rows: int) -> None:
+        """Keeps the first `num_rows` rows that were verified, and drops the others with their states."""
+        assert num_rows > 0
+        self.pools.slots[sequence.slot] = POISON
+        self.free_slots.append(sequence.slot)
+        for dropped in slots[: num_rows - 1] + slots[num_rows:]:
+            self.pools.slots[dropped] = POISON
+            self.free_slots.append(dropped)
+        sequence.slot = slots[num_rows - 1]
+        sequence.computed_len += num_rows
 
     def drop_after(self, sequence: Sequence, token_ids: list[int], pauses: int) -> bool:
         """Begins a chunk and drops it at its pause number `pauses`; False where it ended before."""

@@ -136,6 +136,38 @@ def check_verify_rows(pair: Pair) -> float:
     return worst
 
 
+def check_verified_states(pair: Pair) -> None:
+    """k rows of several sequences leave a state after each row; any of them can be the one that is kept."""
+    driver = Driver(pair.ours, block_size=BLOCK_SIZE, num_blocks=96, num_slots=24)
+    texts = [tokens(40, seed=60 + i) for i in range(3)]
+    lengths, sizes, kept = (5, 16, 19), (4, 1, 5), (2, 1, 5)
+    sequences, twins = [driver.add() for _ in texts], [driver.add() for _ in texts]
+    for pool in (sequences, twins):
+        for sequence, text, length in zip(pool, texts, lengths, strict=True):
+            driver.prefill(sequence, text[:length], GRID)
+    drafts = [text[length : length + size] for text, length, size in zip(texts, lengths, sizes, strict=True)]
+    before = [driver.pools.slots[sequence.slot].clone() for sequence in sequences]
+    logits, slots = driver.verify(list(zip(sequences, drafts, strict=True)))
+    for sequence, image in zip(sequences, before, strict=True):
+        assert torch.equal(driver.pools.slots[sequence.slot], image), "the state before the rows was written"
+    begin = 0
+    for sequence, twin, draft, own, keep in zip(sequences, twins, drafts, slots, kept, strict=True):
+        for row, token in enumerate(draft[:keep]):
+            _assert_near(logits[begin + row : begin + row + 1], driver.step([(twin, [token])]))
+        driver.keep(sequence, own, keep)
+        begin += len(draft)
+        for name, held in driver.state(sequence).items():
+            _assert_near(held, driver.state(twin)[name])
+    following = [text[sequence.computed_len] for sequence, text in zip(sequences, texts, strict=True)]
+    for sequence, twin, token in zip(sequences, twins, following, strict=True):
+        _assert_near(driver.step([(sequence, [token])]), driver.step([(twin, [token])]))
+
+
+def _assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual.double() - expected.double()).abs().max()) <= TOLERANCE
+
+
 def check_resumed_bytes(model: Model) -> int:
     """Prefill resumed at any grid position gives the bytes of a cold one, logits and state; returns how often."""
     resumed = 0

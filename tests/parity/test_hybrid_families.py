@@ -62,6 +62,11 @@ def test_several_rows_of_several_sequences_give_their_logits(pairs: Pairs, name:
     matrix.check_verify_rows(pairs(name))
 
 
+@every_family
+def test_verified_rows_leave_states_that_can_be_kept_or_dropped(pairs: Pairs, name: str) -> None:
+    matrix.check_verified_states(pairs(name))
+
+
 @pytest.mark.parametrize("sizes", [[37], [20, 17], [1, 1, 2, 33]], ids=str)
 @every_family
 def test_the_state_after_a_prompt_is_theirs(pairs: Pairs, name: str, sizes: list[int]) -> None:

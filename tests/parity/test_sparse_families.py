@@ -17,6 +17,7 @@ from tests.parity.matrix import (
     check_poisoned_reuse,
     check_ragged,
     check_resumed_bytes,
+    check_verified_states,
     check_verify_rows,
 )
 from tests.parity.sparse_checkpoints import MAKERS
@@ -69,6 +70,12 @@ def test_a_batch_with_joins_and_leaves_gives_their_logits(sparse_pairs, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_several_rows_of_several_sequences_give_their_logits(sparse_pairs, name):
     check_verify_rows(sparse_pairs(name))
+
+
+@pytest.mark.usefixtures("clear_selections")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verified_rows_leave_states_that_can_be_kept_or_dropped(sparse_pairs, name):
+    check_verified_states(sparse_pairs(name))
 
 
 def test_a_chunk_of_several_pieces_gives_their_logits(sparse_pairs):
