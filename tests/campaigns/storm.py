@@ -192,7 +192,7 @@ def main() -> int:
             rounds: list[Round] = []
             before: dict[str, int] = {}
             for index in range(7):
-                done = asyncio.run(storm.run(requests=2000, each_state=100, kills=3))
+                done = asyncio.run(storm.run(requests=2000, each_state=100, kills=4))
                 after = counts(daemon)
                 done.resident_kb = daemon.resident_bytes() // 1024
                 print(f"round {index}: {done}", flush=True)

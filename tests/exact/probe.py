@@ -11,9 +11,10 @@ import time
 from array import array
 from dataclasses import asdict, dataclass
 
+import msgspec
 import torch
 
-from daemon.config import EngineConfig, LoadFormat
+from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.sequence import Sequence
@@ -130,10 +131,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def main() -> None:
     """Job: {"config": {...}, "steps": [{"prompt": [...], "max_tokens": 1} | {"forget": true}]}."""
     job = json.load(sys.stdin)
-    config = EngineConfig(
-        **{**job["config"], "load_format": LoadFormat(job["config"].get("load_format", "safetensors"))}
-    )
-    probe = Probe(config)
+    probe = Probe(msgspec.convert(job["config"], EngineConfig))
     snapshots: list[Snapshot] = []
     began = time.monotonic()
     for step in job["steps"]:

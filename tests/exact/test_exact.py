@@ -4,8 +4,10 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon.config import EngineConfig, LoadFormat
@@ -19,12 +21,16 @@ GRID = 1024
 SMALL_BLOCK, SMALL_GRID = 4, 16
 
 
+Step = Mapping[str, object]
+"""Of a probe's job: a prompt with its max_tokens, or forget."""
+
+
 def random_ids(count: int, seed: int, vocab_size: int = 40_000) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(10, vocab_size) for _ in range(count)]
 
 
-def run_process(model: Path, steps: list[dict[str, object]]) -> list[Snapshot]:
+def run_process(model: Path, steps: Sequence[Step]) -> list[Snapshot]:
     """A process of its own with two compute threads, block 64 and grid 1,024, in bfloat16."""
     config = {"model_path": str(model), "dtype": "bfloat16", "threads": 2, "pool_bytes": 1 << 28, "max_sequences": 4}
     job = json.dumps({"config": config, "steps": steps})
@@ -32,7 +38,7 @@ def run_process(model: Path, steps: list[dict[str, object]]) -> list[Snapshot]:
         [sys.executable, "-m", "tests.exact.probe"], input=job, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [Snapshot(**{**row, "blocks": tuple(row["blocks"])}) for row in json.loads(done.stdout)]
+    return msgspec.json.decode(done.stdout, type=list[Snapshot])
 
 
 def assert_same_bytes(cold: Snapshot, hit: Snapshot) -> None:
@@ -45,7 +51,7 @@ def assert_same_bytes(cold: Snapshot, hit: Snapshot) -> None:
 @pytest.mark.model
 def test_a_hit_equals_a_cold_run_across_processes_on_the_embedded_model(embedded_model: Path) -> None:
     text = random_ids(max(LENGTHS) + 50, 7)
-    cold_steps: list[dict[str, object]] = []
+    cold_steps: list[Step] = []
     for length in LENGTHS:
         cold_steps += [{"prompt": text[:length]}, {"forget": True}]
     colds = run_process(embedded_model, cold_steps)
@@ -73,7 +79,7 @@ def test_the_next_turn_equals_a_cold_run_across_processes_on_the_embedded_model(
 
 def test_a_hit_and_its_recurrent_state_equal_a_cold_run_across_processes_on_the_hybrid_model() -> None:
     text, vocab_size = random_ids(max(HYBRID_LENGTHS) + 50, 21, 8_000), 8_000
-    cold_steps: list[dict[str, object]] = []
+    cold_steps: list[Step] = []
     for length in HYBRID_LENGTHS:
         cold_steps += [{"prompt": text[:length]}, {"forget": True}]
     colds = run_process(TINY_HYBRID, cold_steps)

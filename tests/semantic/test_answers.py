@@ -13,7 +13,18 @@ from tests.e2e.daemon import Daemon, running
 from tests.semantic.crowd import ask_all_at_once, decoding_beside
 from tests.semantic.needles import GRID, Case, Message, Question, ask, floor_of, needle, ready_cases, status
 
-FLAGS = ("--dtype", "bfloat16", "--threads", "2", "--pool-bytes", str(256 << 20), "--max-sequences", "12")
+FLAGS = (
+    "--dtype",
+    "bfloat16",
+    "--threads",
+    "2",
+    "--pool-bytes",
+    str(256 << 20),
+    "--max-sequences",
+    "12",
+    "--slice-ms",
+    "50",
+)
 MOST_TOKENS = 8192  # longer ones belong to the campaign
 
 READY = [case for case in ready_cases() if case.num_tokens <= MOST_TOKENS]
@@ -70,9 +81,8 @@ def test_every_turn_of_a_conversation_is_answered_from_the_cache_of_the_one_befo
 
 def test_needle_and_status_questions_are_answered_in_a_batch_cold_and_from_the_cache(daemon: Daemon) -> None:
     seed = first_seed()
-    questions: list[Question] = [needle(seed + i, 2048, depth) for i, depth in enumerate((0.05, 0.5, 0.95))]
-    questions += [status(seed + i, 2048, last) for i, last in enumerate((0.4, 0.9, 1.0))]
-    questions += [needle(seed + 3, 8192, 0.5), status(seed + 3, 8192, 0.4)]
+    questions: list[Question] = [needle(seed, 2048, 0.05), needle(seed + 1, 2048, 0.95), needle(seed + 2, 8192, 0.5)]
+    questions += [status(seed, 2048, 0.4), status(seed + 1, 2048, 1.0)]
     names = [question.name for question in questions]
     with decoding_beside(daemon):
         cold = ask_all_at_once(daemon, questions)

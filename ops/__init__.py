@@ -1,0 +1,1 @@
+"""The operator's side: command line, demo, model preparation, benchmarks. Talks gRPC, never imports daemon."""

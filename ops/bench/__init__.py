@@ -1,0 +1,1 @@
+"""Measurements of the served model, beside transformers on the same weights."""

@@ -1,0 +1,110 @@
+"""downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from downcore.v1 import admin_pb2
+from rich.console import Console
+
+import ops.bench
+from ops.bench.load import Prompts
+from ops.bench.measure import Measurement, Reference, Settings
+from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
+from ops.child import ChildDaemon, ending_signals
+from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
+from ops.cli.client import connect
+from ops.cli.errors import CliError, ExitCode
+from ops.cli.output import make_console, print_json
+from ops.model.catalog import SMOLLM2
+from ops.model.fetch import FetchError, ensure_model
+
+ROOM_TOKENS = 64  # for the answer, beside a context
+DEFAULT_CONTEXTS = [512, 2048, 6000]
+DEFAULT_STREAMS = [1, 16]
+
+app = make_app()
+
+
+def run(arguments: list[str]) -> int:
+    """The command."""
+    return run_app(app, "bench", arguments)
+
+
+@app.command(context_settings=HELP_NAMES)
+def bench(
+    model: Annotated[Path | None, typer.Option("--model", help="Default: the embedded model.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="First part of the result's file name.")] = None,
+    context: Annotated[list[int] | None, typer.Option("--context", min=64, help="Context lengths, tokens.")] = None,
+    streams: Annotated[list[int] | None, typer.Option("--streams", min=1, max=64, help="Numbers of streams.")] = None,
+    long_prompt: Annotated[int, typer.Option("--long-prompt", min=0, help="Loads beside a stream; 0: none.")] = 6000,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=50, help="Medians are of so many.")] = 3,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Of either side; 0: all cores.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
+    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Measure transformers too.")] = True,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw a PNG beside the JSON.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of the result.")] = RESULTS,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Measure the served model beside transformers on the same weights; writes a JSON file and prints tables."""
+    for needed, wanted in (("transformers", reference), ("matplotlib", plot)):
+        if wanted and find_spec(needed) is None:
+            raise CliError(ExitCode.FAILED, f"{needed} is not installed; make bench installs it")
+    progress = make_console(stderr=True)
+    try:
+        folder = model or ensure_model(SMOLLM2, progress)
+    except FetchError as error:
+        raise CliError(ExitCode.FAILED, str(error)) from None
+    settings = Settings(
+        contexts=tuple(sorted(set(context or DEFAULT_CONTEXTS))),
+        streams=tuple(sorted(set(streams or DEFAULT_STREAMS))),
+        long_prompt_tokens=long_prompt,
+        rounds=rounds,
+        seed=seed,
+    )
+    used_threads = threads or len(os.sched_getaffinity(0))
+    report = _measure(folder, name or folder.name, settings, used_threads, reference, progress)
+    path = write_json(report, results)
+    if plot:
+        script = Path(ops.bench.__path__[0]) / "plot.py"
+        subprocess.run([sys.executable, str(script), str(path), str(path.with_suffix(".png"))], check=True)
+    if output is Format.JSON:
+        print_json(as_plain(report))
+    else:
+        print_report(report, make_console())
+    progress.print(f"\nwritten: {path}" + (" and the .png beside it" if plot else ""), soft_wrap=True)
+
+
+def _measure(
+    folder: Path, name: str, settings: Settings, threads: int, with_reference: bool, progress: Console
+) -> Report:
+    with ending_signals(), ChildDaemon(folder, ["--threads", str(threads)]) as daemon:
+        with progress.status("loading") as status, connect(str(daemon.socket)) as client:
+            info = daemon.wait_serving(lambda loaded: status.update(f"loading {loaded:.0%}"))
+            _check_room(info, settings)
+            measurement = Measurement(
+                client, daemon.process.pid, Prompts(settings.seed, info.vocab_size), lambda text: status.update(text)
+            )
+            measurement.warm_up()
+            if with_reference:
+                with Reference(folder, threads) as reference:
+                    ours, theirs = measurement.compare(reference, settings.rounds)
+            else:
+                ours, theirs = measurement.compare(None, settings.rounds)
+            contexts = tuple(measurement.context(length, settings.rounds) for length in settings.contexts)
+            streams = tuple(measurement.streams(count, settings.rounds) for count in settings.streams)
+            long = settings.long_prompt_tokens
+            stall = measurement.stall(long) if long else None
+        daemon.stop()
+    return Report(name, info.model, info.dtype, info.device, threads, settings, ours, theirs, contexts, streams, stall)
+
+
+def _check_room(info: admin_pb2.GetServerInfoResponse, settings: Settings) -> None:
+    longest = max(*settings.contexts, settings.long_prompt_tokens)
+    if longest + ROOM_TOKENS > info.max_context_tokens:
+        limit = info.max_context_tokens - ROOM_TOKENS
+        raise CliError(ExitCode.USAGE, f"a context of {longest:,} tokens is over this model's {limit:,}")

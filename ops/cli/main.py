@@ -1,0 +1,84 @@
+"""Entry point of `downcore`: imports the module of the command that is asked for, and turns errors into exit codes.
+
+Importing typer, rich and grpc for every command would cost more than most commands take. So this file, which runs
+first, imports none of them; COMMANDS says which module has which command, and importlib loads the chosen one. This is
+the only place of the project where a module is imported while the program runs.
+"""
+
+import difflib
+import importlib
+import sys
+from dataclasses import dataclass
+
+from ops.cli.errors import CliError, ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: the module whose `run(arguments)` carries it out."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "status": Command("ops.cli.status", "What the daemon serves, and whether it does"),
+    "tiers": Command("ops.cli.tiers", "Tiers of the cache: ls, watch"),
+    "session": Command("ops.cli.session", "Sequences being served: ls, show ID, abort ID"),
+    "ledger": Command("ops.cli.ledger", "Every byte of every tier by owner and kind"),
+    "generate": Command("ops.cli.generate", "Stream an answer to a prompt"),
+    "tokenize": Command("ops.cli.tokenize", "Token ids of a text"),
+    "ping": Command("ops.cli.ping", "Health and round-trip time"),
+    "drain": Command("ops.cli.drain", "Refuse new requests and wait for the open ones"),
+    "serve": Command("ops.cli.serve", "Run the daemon in the foreground"),
+    "model": Command("ops.cli.model", "Models: check, fetch, path"),
+    "demo": Command("ops.cli.demo", "Ask two questions about a real document"),
+    "bench": Command("ops.cli.bench", "Measure the served model beside transformers"),
+    "version": Command("ops.cli.version", "Version of this program"),
+}
+
+USAGE = "usage: downcore COMMAND [OPTIONS]"
+FOOTER = """\
+Each command explains itself: downcore COMMAND --help
+The daemon is found at --server, $DOWNCORE_SERVER, or its default Unix socket.
+Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 unauthorised, 5 degraded, 6 not found, 7 timeout."""
+
+
+def main() -> None:
+    """Runs the command line and exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Carries out one command line; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return ExitCode.OK if arguments else ExitCode.USAGE
+    name, rest = arguments[0], arguments[1:]
+    name = "version" if name in ("-V", "--version") else name
+    command = COMMANDS.get(name)
+    if command is None:
+        return _fail(ExitCode.USAGE, _unknown(name))
+    try:
+        return importlib.import_module(command.module).run(rest)
+    except CliError as error:
+        return _fail(error.code, str(error))
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def help_text() -> str:
+    """All commands, one a line."""
+    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([USAGE, "", *lines, "", FOOTER])
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "downcore --help lists them"
+    return f"no command {name!r}; {hint}"
+
+
+def _fail(code: ExitCode, message: str) -> int:
+    print(f"downcore: {message}", file=sys.stderr)
+    return code

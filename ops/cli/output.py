@@ -1,0 +1,108 @@
+"""How results look: tables for people, JSON for programs. Works with and without a terminal."""
+
+import base64
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_WIDTH = 200  # columns where there is no terminal to ask
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; wide and without colour where that is not a terminal."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+def make_table(columns: Sequence[str], *, numeric: Sequence[str] = ()) -> Table:
+    """A table with the given columns, those in `numeric` to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in numeric else "left", no_wrap=True)
+    return table
+
+
+def make_facts(facts: Sequence[tuple[str, str]]) -> Table:
+    """Name and value, one a line; values may fold."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    return table
+
+
+def human_bytes(num_bytes: int) -> str:
+    """1536 is "1.5 KiB"."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{num_bytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def human_count(count: float) -> str:
+    """134515008 is "134.5 M"."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:,.0f}"
+
+
+def human_seconds(seconds: float) -> str:
+    """3725 is "1h 2m 5s", 0.25 is "250 ms"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
+    while parts[0][0] == 0:
+        parts.pop(0)
+    return " ".join(f"{value}{unit}" for value, unit in parts)
+
+
+def enum_name(descriptor: EnumDescriptor, value: int) -> str:
+    """SEQUENCE_STATE_DECODING of SequenceState is "DECODING"; a value of a newer daemon is its number."""
+    known = descriptor.values_by_number.get(value)
+    if known is None:
+        return str(value)
+    names = [name for name in descriptor.values_by_name if name.endswith("_UNSPECIFIED")]
+    return known.name.removeprefix(names[0].removesuffix("UNSPECIFIED")) if names else known.name
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """The message as plain values: numbers stay numbers, enums are their short names, bytes are base64."""
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        value = getattr(message, field.name)
+        result[field.name] = [_plain(field, item) for item in value] if field.is_repeated else _plain(field, value)
+    return result
+
+
+def print_json(value: Any, *, one_line: bool = False) -> None:
+    """JSON on stdout; `one_line` for streams of values."""
+    text = json.dumps(value, ensure_ascii=False, indent=None if one_line else 2)
+    print(text, flush=True, file=sys.stdout)
+
+
+def _plain(field: Any, value: Any) -> Any:  # the descriptor is one of two classes, by protobuf's implementation
+    if isinstance(value, Message):
+        return as_dict(value)
+    if field.enum_type is not None:
+        return enum_name(field.enum_type, value)
+    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value

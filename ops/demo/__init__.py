@@ -1,0 +1,1 @@
+"""Two questions about one real document, put to a real daemon."""
