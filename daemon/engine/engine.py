@@ -12,7 +12,8 @@ import torch
 
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
-from daemon.engine.runner import Chunk, Runner
+from daemon.engine.prefill import Prefill
+from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Admitted, Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
@@ -36,8 +37,7 @@ from daemon.messages import (
     Usage,
 )
 from daemon.models.base import Model
-from tiers.device import DeviceTier, MatchEnd
-from tiers.keys import token_bytes
+from tiers.device import DeviceTier
 from tiers.pools import DevicePools
 from tiers.resources import ReleaseError
 
@@ -70,17 +70,22 @@ class Engine:
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot)
+        self.prefill = Prefill(
+            pools=pools,
+            device=device,
+            scheduler=self.scheduler,
+            runner=self.runner,
+            slice_s=config.slice_ms / 1000,
+        )
         self.sampler = Sampler(model.facts.eos_token_ids)
         self.send = send
         self.clock = clock
         self.max_context_tokens = min(
             config.max_context_tokens or model.facts.max_context_tokens, model.facts.max_context_tokens
         )
-        self.chunk: Chunk | None = None
         self.requests: dict[str, list[Sequence]] = {}  # choices that have not ended, by request id
         self.steps = 0
         self.is_stopping = False
-        self.prefill_rate = 0.0  # tokens/s of the fastest whole chunk of late; 0 until there was one
         self._arrivals = 0
         self._tokens: list[Token] = []
         self._finished: list[Finished] = []
@@ -96,7 +101,7 @@ class Engine:
         for admitted in self.scheduler.admit():
             self._begin(admitted, now)
         self._refuse_stuck()
-        plan, preempted = self.scheduler.plan(self.chunk.sequence if self.chunk else None)
+        plan, preempted = self.scheduler.plan(self.prefill.chunk.sequence if self.prefill.chunk else None)
         for sequence in preempted:
             log.info("preempted %s after %d tokens", sequence.id, len(sequence.token_ids))
         if plan.decode:
@@ -175,33 +180,6 @@ class Engine:
         findings = self.device.astray([sequence.resources for sequence in self.scheduler.sequences()])
         assert not findings, "; ".join(findings)
 
-    def _begin(self, admitted: Admitted, now: float) -> None:
-        sequence, match = admitted.sequence, admitted.match
-        request = sequence.request
-        assert sequence.slot is not None
-        if match.nodes and self.pools.layout.slots:
-            assert match.checkpoint is not None, "attention without state is a miss"
-            self.pools.copy_slot(match.checkpoint, sequence.slot)
-        else:
-            self.pools.clear_slot(sequence.slot)
-        if request.admitted is None:
-            request.admitted = now
-            request.cached_len = match.resume_len
-            self.device.stats.hit_tokens += match.resume_len
-            self.device.stats.miss_tokens += request.prompt_len - match.resume_len
-        if request.deadline is not None and self.prefill_rate:
-            needed_s = (request.prompt_len - sequence.computed_len) / self.prefill_rate
-            if now + needed_s > request.deadline:
-                left = f"{request.deadline - now:.2f} s are left"
-                message = f"computing the prompt takes {needed_s:.2f} s at the best rate seen here, and {left}"
-                self._fail(request, ErrorReason.DEADLINE_EXCEEDED, message)
-                return
-        grid = self.device.grid
-        ends = {request.prompt_len // grid * grid, (request.prompt_len - 1) // grid * grid}
-        if match.end is MatchEnd.NO_CHECKPOINT or match.end is MatchEnd.UNKNOWN:
-            ends.add(match.known_len)  # the branch point: others came this way and may again
-        sequence.checkpoint_at = frozenset(ends)
-
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:
         """One row each. Where the host cannot fetch what the rows need, each runs alone, and fails alone."""
         try:
@@ -217,85 +195,24 @@ class Engine:
             return
         self._commit_decode(sequences, logits)
 
+    def _begin(self, admitted: Admitted, now: float) -> None:
+        request = admitted.sequence.request
+        self.prefill.begin(admitted, now)
+        needed_s = self.prefill.needed_s(request, admitted.sequence.computed_len)
+        if request.deadline is not None and now + needed_s > request.deadline:
+            left = f"{request.deadline - now:.2f} s are left"
+            message = f"computing the prompt takes {needed_s:.2f} s at the best rate seen here, and {left}"
+            self._fail(request, ErrorReason.DEADLINE_EXCEEDED, message)
+
     def _advance_prefill(self, sequence: Sequence) -> None:
-        if self.chunk is None:
-            self._adopt_newer(sequence)
-            start, end = self.scheduler.start_chunk(sequence)
-            self.chunk = self.runner.start_chunk(sequence, start, end)
-            sequence.resources.hold("chunk", start, self._drop_chunk)
-        chunk = self.chunk
         try:
-            logits = self.runner.advance(chunk, self.config.slice_ms / 1000)
+            logits = self.prefill.advance(sequence)
         except (RuntimeError, HostStageError):
             log.exception("the forward of %s failed", sequence.id)
             self._fail(sequence.request, ErrorReason.INTERNAL, "the prompt's forward failed")
             return
         if logits is not None:
-            sequence.resources.drop("chunk", chunk.start)
-            self._commit_chunk(sequence, chunk)
-            if not sequence.in_prompt:
-                self._commit_prompt(sequence, logits)
-
-    def _drop_chunk(self) -> None:
-        assert self.chunk is not None
-        self.chunk.forward.close()
-        self.chunk = None
-
-    def _adopt_newer(self, sequence: Sequence) -> None:
-        """Takes over what another sequence with the same prompt has published since this one was admitted."""
-        size = self.device.layout.block_size
-        if len(sequence.nodes) * size != sequence.computed_len:
-            return
-        after = sequence.nodes[-1] if sequence.nodes else None
-        match = self.device.lookup(sequence.request.prompt_ids, sequence.request.submit.namespace, after)
-        if match.resume_len <= sequence.computed_len:
-            return
-        for node in match.nodes:
-            position = len(sequence.nodes)
-            sequence.block_table[position] = self.device.adopt(sequence.resources, sequence.block_table[position], node)
-            sequence.nodes.append(node)
-        if match.checkpoint is not None:
-            assert sequence.slot is not None
-            self.pools.copy_slot(match.checkpoint, sequence.slot)
-        gained = match.resume_len - sequence.computed_len
-        sequence.computed_len = match.resume_len
-        if sequence.request.prefilled is None:
-            sequence.request.cached_len += gained
-            self.device.stats.hit_tokens += gained
-            self.device.stats.miss_tokens -= gained
-
-    def _commit_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
-        """The state after the chunk becomes the sequence's; a whole grid chunk's blocks become the tree's."""
-        device, size = self.device, self.device.layout.block_size
-        assert sequence.slot is not None
-        fresh = self.runner.swap_shadow(sequence.slot)
-        device.reserved_slots[-1] = self.runner.shadow_slot
-        sequence.resources.swap("slot", sequence.slot, fresh, lambda: device.slots.release(fresh))
-        sequence.slot = fresh
-        sequence.computed_len = chunk.end
-        if chunk.end - chunk.start == device.grid:
-            # The best of late, so that a busy spell refuses nobody; it fades, so that a lucky one does not last.
-            self.prefill_rate = max(self.prefill_rate * 0.98, device.grid / max(chunk.elapsed_s, 1e-6))
-        if chunk.end - chunk.start < device.grid or len(sequence.nodes) * size != chunk.start:
-            return
-        for start in range(chunk.start, chunk.end, size):
-            position = start // size
-            node = device.publish(
-                sequence.resources,
-                parent=sequence.nodes[-1] if sequence.nodes else None,
-                namespace=sequence.request.submit.namespace,
-                tokens=token_bytes(sequence.token_ids[start : start + size]),
-                block_id=sequence.block_table[position],
-            )
-            if node is None:
-                return
-            assert node.block_id is not None
-            sequence.block_table[position] = node.block_id
-            sequence.nodes.append(node)
-        if self.pools.layout.slots and chunk.end in sequence.checkpoint_at:
-            slot_id = device.take_checkpoint(sequence.nodes[-1])
-            if slot_id is not None:
-                self.pools.copy_slot(fresh, slot_id)
+            self._commit_prompt(sequence, logits)
 
     def _commit_prompt(self, lead: Sequence, logits: torch.Tensor) -> None:
         """The prompt's last row is computed: forks, then each choice draws its first token (none in a replay)."""

@@ -10,16 +10,21 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Child:
     """A started process in a session of its own: a signal to the front's group is the front's to act on."""
 
     def __init__(
-        self, command: Sequence[str], *, pass_fds: Sequence[int] = (), stdio: socket.socket | None = None
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        stdio: socket.socket | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it; `stdio` becomes its standard input and output.
+        """Starts it; `stdio` becomes its standard input and output, `environment` is added to ours where not set.
 
         Raises:
             OSError: it cannot be started.
@@ -30,6 +35,7 @@ class Child:
             stdin=subprocess.DEVNULL if stdio is None else stdio.fileno(),
             stdout=None if stdio is None else stdio.fileno(),
             start_new_session=True,
+            env={**(environment or {}), **os.environ},
         )
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()

@@ -129,6 +129,9 @@ def main() -> int:
 
 def _budget(model: Model, layout: StateLayout, pool_bytes: int | None, max_sequences: int) -> Budget:
     budget = pool_bytes or free_budget(torch.device("cpu"), model.facts.weight_bytes)
+    if budget == 0:
+        problem = f"the weights alone need {model.facts.weight_bytes} bytes, more than this machine has free"
+        return Budget(0, max_sequences, 0, 0, 0, (), problem)
     try:
         division = divide(budget, layout, max_sequences=max_sequences, grid=max(GRID, layout.block_size))
     except ValueError as error:

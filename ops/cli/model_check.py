@@ -43,7 +43,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     weights, budget = report["weights"], report["budget"]
     files = "none in the folder"
     if weights is not None:
-        files = f"{weights['num_files']} files, {weights['num_tensors']} tensors, {human_bytes(weights['file_bytes'])}"
+        size = human_bytes(weights["file_bytes"])
+        files = f"{size} in {weights['num_tensors']} tensors, files: {weights['num_files']}"
     holds = budget["problem"] or (
         f"{budget['num_tokens']:,} tokens in {budget['num_blocks']:,} blocks, {budget['num_slots']:,} slots"
     )

@@ -114,7 +114,7 @@ class Harness:
         self.engine.check()
         assert self.engine.is_idle
         assert not self.engine.requests
-        assert self.engine.chunk is None
+        assert self.engine.prefill.chunk is None
         assert device.blocks.num_free + device.tree.num_cached + 1 == device.blocks.size
         assert device.slots.num_free + device.tree.num_checkpoints + 2 == device.slots.size
 

@@ -196,7 +196,7 @@ def test_one_choice_can_be_aborted_before_and_after_the_fork() -> None:
     harness = Harness(num_blocks=128)
     harness.submit("r", prompt_of(3 * GRID), 12, n=4, temperature=1.0, min_tokens=12)
     harness.step()
-    assert harness.engine.chunk is not None
+    assert harness.engine.prefill.chunk is not None
     harness.engine.handle(Abort("r", 0))
     while "r" not in harness.usage:
         harness.step()
@@ -260,7 +260,7 @@ def test_stopping_every_choice_before_the_fork_ends_the_request_at_once() -> Non
     harness = Harness(num_blocks=128)
     harness.submit("r", prompt_of(6 * GRID), 12, n=3)
     harness.step()
-    assert harness.engine.chunk is not None
+    assert harness.engine.prefill.chunk is not None
     for index in (2, 0, 1):
         harness.engine.handle(StopSequence("r", index, 0))
     assert len(harness.finished) == 3
@@ -269,15 +269,15 @@ def test_stopping_every_choice_before_the_fork_ends_the_request_at_once() -> Non
 
 def test_a_deadline_that_the_prompt_alone_would_miss_is_refused_before_it_costs_prefill() -> None:
     harness = Harness(num_blocks=128)
-    harness.engine.prefill_rate = 100.0
+    harness.engine.prefill.rate = 100.0
     harness.submit("hopeless", prompt_of(20 * GRID), 4, deadline_s=1.0)
     harness.submit("possible", prompt_of(20 * GRID), 4, deadline_s=30.0)
     harness.step()
     assert harness.rejected["hopeless"].reason is ErrorReason.DEADLINE_EXCEEDED
-    assert harness.engine.chunk is None or harness.engine.chunk.sequence.request.id == "possible"
+    assert harness.engine.prefill.chunk is None or harness.engine.prefill.chunk.sequence.request.id == "possible"
     harness.run()
     assert ("possible", 0) in harness.finished
-    assert harness.engine.prefill_rate > 100.0, "whole chunks were measured"
+    assert harness.engine.prefill.rate > 100.0, "whole chunks were measured"
     harness.assert_idle_books()
 
 

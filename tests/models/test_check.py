@@ -121,6 +121,14 @@ def test_a_budget_that_holds_nothing_is_told_with_its_reason(tmp_path: Path) -> 
     assert (report.budget.num_blocks, report.budget.num_tokens, report.budget.fits) == (0, 0, ())
 
 
+def test_weights_that_exceed_the_machine_are_told_where_no_budget_is_given(tmp_path: Path) -> None:
+    shutil.copy(CONFIGS / "glm_moe_dsa.json", tmp_path / "config.json")  # 1.5 TB
+    report = check_model(tmp_path)
+    assert report.budget.pool_bytes == 0
+    assert report.budget.problem is not None
+    assert f"weights alone need {report.weight_bytes} bytes" in report.budget.problem
+
+
 def test_headers_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(TINY_HYBRID / "model.safetensors")
     config = json.loads((TINY_HYBRID / "config.json").read_text())
