@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 MAX_NARROW_ROWS = 8  # a sequence with more rows is a chunk
-SPLIT_TOKENS = 128  # about this long is a decode split; fewer merges against less work on a row's last, partial split
+SPLIT_TOKENS = 1024  # a decode split, or a tile where that is shorter
 MAX_GATHER_TOKENS = 1 << 16  # most keys copied out of the pages at a time
 
 
@@ -76,17 +76,19 @@ class Segment:
 class Splits:
     """Some key splits of decode rows, gathered together."""
 
-    blocks: torch.Tensor  # [num_splits * split / block_size] int64
-    rows: torch.Tensor  # [num_splits] int64: the batch row that each split belongs to
-    absent: torch.Tensor | None  # [num_splits, split, 1, 1] bool: keys past the row's own; None where all count
-    mask: torch.Tensor | None  # [num_splits, 1, 1, split] additive, the same
+    blocks: torch.Tensor  # [num_splits * width / block_size] int64, width a whole number of blocks
+    rows: torch.Tensor | None  # [num_splits] int64: the batch row that each split belongs to; None: all rows in order
+    num_splits: int
+    num_keys: int  # of the split with most; at most width
+    absent: torch.Tensor | None  # [num_splits, num_keys, 1, 1] bool: keys past the row's own; None where all count
+    mask: torch.Tensor | None  # [num_splits, 1, 1, num_keys] additive, the same
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowRows:
     """All decode rows of a batch."""
 
-    rows: torch.Tensor  # [num_narrow] int64
+    rows: torch.Tensor  # [num_narrow] int64, rising
     parts: tuple[Splits, ...]
     order: torch.Tensor | None  # [num_narrow, most_splits]: a row's splits in position order; None where each has one
     missing: torch.Tensor | None  # [num_narrow, most_splits] bool; None where all rows have as many
@@ -117,7 +119,7 @@ def plan_attention(rows: PagedRows, block_size: int, tile: int, dtype: torch.dty
             segments.append(_segment(table, (first, end), start, (block_size, tile), dtype))
             start += end - first
             first = end
-    decode = _plan_narrow(rows.block_tables, narrow, block_size, tile, dtype) if narrow else None
+    decode = _plan_narrow(rows.block_tables, narrow, (block_size, tile, rows.cu_rows[-1]), dtype) if narrow else None
     return AttentionPlan(rows.cu_rows[-1], tuple(segments), decode)
 
 
@@ -199,16 +201,15 @@ def _attend_narrow(
     for part in narrow.parts:
         if outs:
             yield
-        shape = (part.rows.shape[0], -1, num_kv_heads, head_dim)  # [num_splits, split, ...]
-        k = k_plane.index_select(0, part.blocks).view(shape)
-        v = v_plane.index_select(0, part.blocks).view(shape)
+        shape = (part.num_splits, -1, num_kv_heads, head_dim)
+        k = k_plane.index_select(0, part.blocks).view(shape)[:, : part.num_keys]
+        v = v_plane.index_select(0, part.blocks).view(shape)[:, : part.num_keys]
         if part.absent is not None:
             # A row that was never written may be NaN, which no mask on scores and no weight of zero takes away.
             k.masked_fill_(part.absent, 0)
             v.masked_fill_(part.absent, 0)
-        out, lse = _attend(
-            queries.index_select(0, part.rows), k.transpose(1, 2), v.transpose(1, 2), scale, mask=part.mask
-        )
+        own = queries if part.rows is None else queries.index_select(0, part.rows)
+        out, lse = _attend(own, k.transpose(1, 2), v.transpose(1, 2), scale, mask=part.mask)
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs) if len(outs) > 1 else outs[0]  # [num_splits, num_kv_heads, group, head_dim]
@@ -274,8 +275,9 @@ def _segment(
 
 
 def _plan_narrow(
-    tables: torch.Tensor, narrow: list[tuple[int, int, int]], block_size: int, tile: int, dtype: torch.dtype
+    tables: torch.Tensor, narrow: list[tuple[int, int, int]], sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> NarrowRows:
+    block_size, tile, num_rows = sizes  # num_rows of the whole batch
     per_split = _split_blocks(block_size, tile)
     split = per_split * block_size
     device = tables.device
@@ -284,23 +286,28 @@ def _plan_narrow(
     whole = [(s, row, j) for s, row, keys in narrow for j in range((keys - 1) // split)]
     splits = whole + [(s, row, (keys - 1) // split) for s, row, keys in narrow]
     seqs, split_rows, indices = (torch.tensor(column, device=device) for column in zip(*splits, strict=True))
-    # A last split may reach past its table; its absent keys come from any block.
-    columns = indices[:, None] * per_split + torch.arange(per_split, device=device)
-    blocks = tables[seqs[:, None], columns.clamp_max_(tables.shape[1] - 1)]
-    held = torch.tensor([(keys - 1) % split + 1 for _, _, keys in narrow], device=device)
-    absent = torch.arange(split, device=device) >= held[:, None]  # [num_narrow, split]
-    mask = torch.zeros(absent.shape, dtype=dtype, device=device).masked_fill_(absent, -math.inf)
-
+    held = [(keys - 1) % split + 1 for _, _, keys in narrow]
+    most, least = max(held), min(held)  # of all rows, so that a gather's bound changes no shape
     step = max(1, MAX_GATHER_TOKENS // split)
-    parts = [
-        Splits(blocks[i:end].flatten(), split_rows[i:end], None, None)
-        for i in range(0, len(whole), step)
-        for end in [min(i + step, len(whole))]
-    ]
+    parts: list[Splits] = []
+    for i in range(0, len(whole), step):
+        at = slice(i, min(i + step, len(whole)))
+        columns = indices[at, None] * per_split + torch.arange(per_split, device=device)
+        blocks = tables[seqs[at, None], columns].flatten()
+        parts.append(Splits(blocks, split_rows[at], at.stop - at.start, split, None, None))
     for i in range(0, len(narrow), step):
-        at = slice(len(whole) + i, len(whole) + min(i + step, len(narrow)))
-        own = slice(i, i + step)
-        parts.append(Splits(blocks[at].flatten(), split_rows[at], absent[own, :, None, None], mask[own, None, None, :]))
+        own = held[i : i + step]
+        at = slice(len(whole) + i, len(whole) + i + len(own))
+        # A row's last split may reach past its table; its absent keys come from any block.
+        columns = indices[at, None] * per_split + torch.arange(-(-most // block_size), device=device)
+        blocks = tables[seqs[at, None], columns.clamp_max_(tables.shape[1] - 1)].flatten()
+        absent = mask = None
+        if least < most:
+            missing_keys = torch.arange(most, device=device) >= torch.tensor(own, device=device)[:, None]
+            mask = torch.zeros(missing_keys.shape, dtype=dtype, device=device).masked_fill_(missing_keys, -math.inf)
+            absent, mask = missing_keys[:, :, None, None], mask[:, None, None, :]
+        all_rows = len(own) == num_rows
+        parts.append(Splits(blocks, None if all_rows else split_rows[at], len(own), most, absent, mask))
     rows = split_rows[len(whole) :]
     if width == 1:
         return NarrowRows(rows, tuple(parts), None, None)

@@ -13,9 +13,7 @@ from ops.model.fetch import find_damage
 
 # Before torch is imported anywhere: tests run side by side, and each sets more threads where its subject is threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the front sets it for its engine
-# Waiting threads sleep: spinning ones would take the cores from the threads that they wait for.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the front sets it for its engine
 
 
 @pytest.fixture(scope="session")

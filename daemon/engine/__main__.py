@@ -4,6 +4,7 @@ The first message says what to load. After Ready the loop turns until Shutdown, 
 """
 
 import argparse
+import gc
 import logging
 import os
 import socket
@@ -59,6 +60,8 @@ def _load(link: Link) -> Engine | None:
         log.error("cannot start: %s", error)
         link.send(LoadFailed(str(error)))
         return None
+    gc.collect()
+    gc.freeze()  # what lives now lives on: a step's garbage is looked through without it
     link.send(Ready(info))
     for message in messages[1:]:
         engine.handle(message)

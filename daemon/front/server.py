@@ -142,8 +142,12 @@ class _Front:
         print(f"downcore ready: {info.model} on {', '.join(listening)}", flush=True)
 
     async def _tick(self, generation: GenerationService) -> None:
+        was_busy = False
         while True:
             self._update_health()
+            if was_busy and not self._table:
+                memory.trim()
+            was_busy = bool(self._table)
             num_stalled = generation.end_stalled()
             if num_stalled:
                 log.warning("%d streams ended: their clients do not read", num_stalled)

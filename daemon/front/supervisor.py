@@ -22,9 +22,11 @@ log = logging.getLogger("downcore.front")
 
 QUICK_DEATH_S = 30.0  # an engine that was ready for less has died quickly
 SHUTDOWN_WAIT_S = 20.0  # for an engine to prove its ledger and leave
-# The engine's compute threads sleep while they wait for each other. By default they spin, and when anything else wants
-# their cores a forward takes ten times as long: the one that has work waits for the one that spins.
-ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# How long the engine's compute threads spin for each other before they sleep (GNU OpenMP). The default is fifteen times
+# this: as soon as anything else wants their cores, the thread that has work waits for the one that spins, and a forward
+# takes ten times as long. Without spinning it takes twice as long on idle cores.
+# And large memory pages where the system offers them: a decode step reads all weights once.
+ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
 MAX_QUERIES = 64  # open at a time
 
 

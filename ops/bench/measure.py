@@ -95,11 +95,7 @@ class Reference:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Reference":
-        # Compute threads that wait asleep, as the daemon's do: spinning ones would take the cores from each other.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
         return self
 

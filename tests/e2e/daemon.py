@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Daemon:
 
 
 @contextmanager
-def running(folder: Path, model: Path, *flags: str) -> Iterator[Daemon]:
+def running(folder: Path, model: Path, *flags: str) -> Generator[Daemon]:
     """A ready daemon, which must end with status 0."""
     daemon = Daemon(folder, model, *flags)
     try:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -123,7 +124,11 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_next_works(daemon: Daemo
 
 def test_a_killed_engine_is_replaced_and_serves_the_same_answers(tmp_path: Path) -> None:
     with running(tmp_path, tiny_model(tmp_path / "model"), *TINY_FLAGS, "--pool-bytes", str(8 << 20)) as daemon:
-        request = {"token_ids": prompt(100), "sampling": GREEDY, "stopping": pb.StoppingParams(max_tokens=8)}
+        request: dict[str, Any] = {
+            "token_ids": prompt(100),
+            "sampling": GREEDY,
+            "stopping": pb.StoppingParams(max_tokens=8),
+        }
         before = tokens_of(daemon.generate(**request))
         call = daemon.generation.Generate(
             pb.GenerateRequest(token_ids=prompt(5), stopping=pb.StoppingParams(max_tokens=3000, ignore_eos=True))

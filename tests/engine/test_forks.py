@@ -1,6 +1,7 @@
 """n = 8 on a real family, around block and grid borders: each choice is its seed alone, and shared bytes stay."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def prompt_of(length: int) -> list[int]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_each_choice_equals_its_seed_alone(model: Model, length: int) -> None:
     forked, alone = harness_of(model), harness_of(model)
-    options = {"temperature": 1.0, "ignore_eos": True, "logprobs": True}
+    options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "logprobs": True}
     forked.submit("r", prompt_of(length), 70, n=8, seed=40, **options)
     forked.run()
     for index in range(8):

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -43,9 +44,11 @@ def test_a_plain_draw_inverts_the_distribution(logits: torch.Tensor, number: flo
     ],
 )
 @pytest.mark.parametrize("vocab_size", [50, 3000])
-def test_filters_keep_what_transformers_keeps(filters: Filters, warpers: list, vocab_size: int) -> None:
+def test_filters_keep_what_transformers_keeps(
+    filters: Filters, warpers: list[LogitsProcessor], vocab_size: int
+) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
-    expected = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.long), logits.unsqueeze(0).double())[0]
+    expected = LogitsProcessorList(warpers)(torch.LongTensor([[0]]), logits.unsqueeze(0).double())[0]  # pyright: ignore[reportArgumentType]
     probs, ids = filtered(logits.double() / filters.temperature, filters)
     assert set(ids.tolist()) == set(expected.isfinite().nonzero().squeeze(-1).tolist())
     assert torch.allclose(probs, torch.softmax(expected, -1)[ids], atol=1e-12)
@@ -89,8 +92,8 @@ def test_numbers_are_uniform_and_independent_of_each_other() -> None:
 
 def test_penalties_match_their_definitions() -> None:
     logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    history = torch.tensor([[4, 4, 9, 2]])
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(history, logits.unsqueeze(0).clone())[0]
+    history = torch.LongTensor([[4, 4, 9, 2]])
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(history, logits.unsqueeze(0).clone())[0]  # pyright: ignore[reportArgumentType]
     expected[[4, 9]] -= 0.5 + 0.25 * torch.tensor([2.0, 1.0])
     row = logits.clone()
     seen, made = torch.tensor([2, 4, 9]), torch.tensor([4, 9])

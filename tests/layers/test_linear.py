@@ -1,5 +1,7 @@
 """A weight in the matrix units' own order gives what the plain one gives."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
@@ -29,11 +31,11 @@ def test_packed_products_equal_plain_ones(num_rows):
     x = torch.randn(num_rows, 64).bfloat16()
     weight = torch.cat((plain["a.weight"], plain["b.weight"])).float()
     expected = functional.linear(x.float(), weight, torch.cat((plain["a.bias"], plain["b.bias"])).float())
-    tolerances = {"atol": 0.05, "rtol": 0.01}
-    torch.testing.assert_close(layer(x).float(), expected, **tolerances)
-    torch.testing.assert_close(layer.silu(x).float(), functional.silu(expected), **tolerances)
+    close = partial(torch.testing.assert_close, atol=0.05, rtol=0.01)
+    close(layer(x).float(), expected)
+    close(layer.silu(x).float(), functional.silu(expected))
     factor = torch.randn(num_rows, 128).bfloat16()
-    torch.testing.assert_close(layer.times(x, factor.clone()).float(), expected * factor.float(), **tolerances)
+    close(layer.times(x, factor.clone()).float(), expected * factor.float())
 
 
 def test_a_tied_matrix_is_counted_in_each_order_it_is_held_in():

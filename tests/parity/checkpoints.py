@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -24,9 +25,19 @@ VOCAB_SIZE = 131
 BLOCK_SIZE = 4
 GRID = 16
 
-COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -37,17 +48,17 @@ LLAMA3 = {
 }
 
 
-def _llama(**changes: object) -> PreTrainedModel:
+def _llama(**changes: Any) -> PreTrainedModel:
     values = COMMON | HEADS | {"intermediate_size": 96, "num_hidden_layers": 3} | changes
     return LlamaForCausalLM(LlamaConfig(**values))
 
 
-def _qwen3(**changes: object) -> PreTrainedModel:
+def _qwen3(**changes: Any) -> PreTrainedModel:
     values = COMMON | HEADS | {"head_dim": 32, "intermediate_size": 96, "num_hidden_layers": 3} | changes
     return Qwen3ForCausalLM(Qwen3Config(**values))
 
 
-def _qwen3_moe(**changes: object) -> PreTrainedModel:
+def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
     values = COMMON | HEADS | experts | {"intermediate_size": 96, "num_hidden_layers": 4} | changes
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))

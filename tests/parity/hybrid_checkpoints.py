@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,46 +23,54 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCa
 from tests.parity.checkpoints import COMMON, Pair, load
 from tests.parity.sparse_checkpoints import randomise
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4}
-DELTA = {
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4}
+DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 48}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+SHARED: dict[str, Any] = EXPERTS | {"shared_expert_intermediate_size": 48}
 
 
-def _qwen3_5(**changes: object) -> PreTrainedModel:
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(COMMON | HEADS | DELTA | {"intermediate_size": 96} | changes)))
 
 
-def _qwen3_5_moe(**changes: object) -> PreTrainedModel:
+def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(COMMON | HEADS | DELTA | SHARED | changes)))
 
 
-def _qwen3_next(**changes: object) -> PreTrainedModel:
-    dense = {"intermediate_size": 96, "mlp_only_layers": [1]}
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    dense: dict[str, Any] = {"intermediate_size": 96, "mlp_only_layers": [1]}
     return Qwen3NextForCausalLM(Qwen3NextConfig(**(COMMON | HEADS | DELTA | SHARED | dense | changes)))
 
 
-def _nemotron_h(**changes: object) -> PreTrainedModel:
+def _nemotron_h(**changes: Any) -> PreTrainedModel:
     kinds = ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "linear_attention", "moe"]
-    mamba = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 16}
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    mamba: dict[str, Any] = {
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+    }
+    experts: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     experts |= {"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5}
-    values = COMMON | HEADS | mamba | experts | {"intermediate_size": 96, "layers_block_type": kinds} | changes
+    values: dict[str, Any] = (
+        COMMON | HEADS | mamba | experts | {"intermediate_size": 96, "layers_block_type": kinds} | changes
+    )
     values.pop("num_hidden_layers")
     return NemotronHForCausalLM(NemotronHConfig(**values))
 
 
-def _kimi_linear(**changes: object) -> PreTrainedModel:
-    latent = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 20}
+def _kimi_linear(**changes: Any) -> PreTrainedModel:
+    latent: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 20}
     latent |= {"qk_nope_head_dim": 16, "intermediate_size": 96, "linear_head_dim": 16, "linear_num_heads": 3}
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-    ids = {"pad_token_id": 0, "bos_token_id": 1}
-    values = COMMON | HEADS | latent | experts | ids | {"num_hidden_layers": 6} | changes
+    experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1}
+    values: dict[str, Any] = COMMON | HEADS | latent | experts | ids | {"num_hidden_layers": 6} | changes
     values.pop("head_dim")
     return KimiLinearForCausalLM(KimiLinearConfig(**values))
 
@@ -108,7 +117,7 @@ def _name_dense_layers(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     below = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    renamed = {
+    renamed: dict[str, Any] = {
         name.replace("block_sparse_moe", "mlp") if name.split("block_sparse_moe.")[-1] in below else name: tensor
         for name, tensor in tensors.items()
     }

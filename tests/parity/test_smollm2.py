@@ -41,7 +41,7 @@ def test_greedy_text_is_theirs(folder):
     for prompt in PROMPTS:
         ids = tokenizer(prompt)["input_ids"]
         with torch.inference_mode():
-            expected = theirs.generate(
+            expected = theirs.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
                 max_new_tokens=NUM_TOKENS,

@@ -95,8 +95,9 @@ def test_every_part_of_a_fingerprint_and_every_field_of_a_root_changes_the_key()
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=BLOCK, max_size=BLOCK), min_size=1, max_size=4))
 def test_a_key_names_the_whole_path(blocks: list[list[int]]) -> None:
-    keys = {b"r" * 32: ()}
-    key, path = b"r" * 32, ()
+    keys: dict[bytes, tuple[tuple[int, ...], ...]] = {b"r" * 32: ()}
+    key = b"r" * 32
+    path: tuple[tuple[int, ...], ...] = ()
     for block in blocks:
         key, path = block_key(key, token_bytes(block)), (*path, tuple(block))
         assert keys.setdefault(key, path) == path
