@@ -46,5 +46,5 @@ def _by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     By the vector's length: on a CPU that is sixteen times as fast for a chunk's rows as torch's own rms_norm.
     """
     wide = x.to(torch.float32, copy=True)
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return wide.mul_(scale)
+    length: torch.Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # pyright: ignore[reportUnknownMemberType]
+    return wide.mul_(length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_())

@@ -49,18 +49,20 @@ LLAMA3 = {
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
-    values = COMMON | HEADS | {"intermediate_size": 96, "num_hidden_layers": 3} | changes
+    values: dict[str, Any] = COMMON | HEADS | {"intermediate_size": 96, "num_hidden_layers": 3} | changes
     return LlamaForCausalLM(LlamaConfig(**values))
 
 
 def _qwen3(**changes: Any) -> PreTrainedModel:
-    values = COMMON | HEADS | {"head_dim": 32, "intermediate_size": 96, "num_hidden_layers": 3} | changes
+    values: dict[str, Any] = (
+        COMMON | HEADS | {"head_dim": 32, "intermediate_size": 96, "num_hidden_layers": 3} | changes
+    )
     return Qwen3ForCausalLM(Qwen3Config(**values))
 
 
 def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    values = COMMON | HEADS | experts | {"intermediate_size": 96, "num_hidden_layers": 4} | changes
+    values: dict[str, Any] = COMMON | HEADS | experts | {"intermediate_size": 96, "num_hidden_layers": 4} | changes
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
 
 

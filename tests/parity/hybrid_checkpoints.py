@@ -35,7 +35,8 @@ SHARED: dict[str, Any] = EXPERTS | {"shared_expert_intermediate_size": 48}
 
 
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(COMMON | HEADS | DELTA | {"intermediate_size": 96} | changes)))
+    values: dict[str, Any] = COMMON | HEADS | DELTA | {"intermediate_size": 96} | changes
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
 
 
 def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
