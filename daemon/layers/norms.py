@@ -1,5 +1,7 @@
 """Normalisations."""
 
+from typing import cast
+
 import torch
 
 from daemon.layers.parameters import Scope
@@ -46,5 +48,5 @@ def _by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     By the vector's length: on a CPU that is sixteen times as fast for a chunk's rows as torch's own rms_norm.
     """
     wide = x.to(torch.float32, copy=True)
-    length: torch.Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # pyright: ignore[reportUnknownMemberType]
+    length = cast(torch.Tensor, torch.linalg.vector_norm(wide, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
     return wide.mul_(length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_())
