@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,11 @@ def counts(daemon: Daemon) -> dict[str, int]:
     }
 
 
+def vars_of(done: Round) -> dict[str, Any]:
+    """A round's fields by name. (`asdict` rebuilds a Counter from pairs, and so counts the pairs.)"""
+    return {part.name: getattr(done, part.name) for part in fields(done)}
+
+
 def main() -> int:
     """The whole campaign: a warm-up round and five measured ones."""
     seed = first_seed()
@@ -211,7 +216,7 @@ def main() -> int:
         "campaign": "storm",
         "seed": seed,
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "rounds": [asdict(r) for r in rounds],
+        "rounds": [{**vars_of(r), "cancelled": dict(r.cancelled)} for r in rounds],
         "front_kb_per_1000_requests": round(slope, 3),
         "counts": before,
     }
