@@ -72,10 +72,6 @@ class Batch:
             )
             yield rows, step
 
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence after this forward."""
-        return tuple(start + self.cu_rows[s + 1] - self.cu_rows[s] for s, start in enumerate(self.starts))
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:

@@ -1,7 +1,7 @@
 """Child processes of the front, started without running anything of ours in the forked child.
 
 The event loop's own way to start a process forks with the interpreter's and gRPC's fork handlers, while gRPC's threads
-run: once in some hundred starts the child dies on the spot. `subprocess` uses vfork and execs at once. The end of a
+run: a child was seen to die of it on the spot. `subprocess` uses vfork and execs at once. The end of a
 child arrives through a pidfd, so that no signal handler and no thread is needed.
 """
 

@@ -45,7 +45,7 @@ class ZeroCentredRmsNorm(WideRmsNorm):
 def _by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, a new float32 tensor.
 
-    By the vector's length: on a CPU that is sixteen times as fast for a chunk's rows as torch's own rms_norm.
+    By the vector's length: alone, on a CPU, that is several times as fast for a chunk's rows as torch's own rms_norm.
     """
     wide = x.to(torch.float32, copy=True)
     length = cast(torch.Tensor, torch.linalg.vector_norm(wide, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
