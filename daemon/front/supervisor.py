@@ -22,11 +22,23 @@ log = logging.getLogger("downcore.front")
 
 QUICK_DEATH_S = 30.0  # an engine that was ready for less has died quickly
 SHUTDOWN_WAIT_S = 20.0  # for an engine to prove its ledger and leave
-# How long the engine's compute threads spin for each other before they sleep (GNU OpenMP). The default is fifteen times
+# How long the engine's compute threads spin for each other before they sleep (GNU OpenMP). The default is five times
 # this: as soon as anything else wants their cores, the thread that has work waits for the one that spins, and a forward
-# takes ten times as long. Without spinning it takes twice as long on idle cores.
-# And large memory pages where the system offers them: a decode step reads all weights once.
-ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
+# takes ten times as long. Without spinning it takes twice as long on idle cores; at a third of this a decode step's small
+# operations let threads fall asleep between two matrices, and it takes a tenth longer.
+# And large memory pages where the system offers them, which the C library gives for what lies in its heap alone: a
+# decode step reads all weights once, and on small pages takes another tenth.
+ENGINE_ENVIRONMENT = {
+    "GOMP_SPINCOUNT": "60000",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.hugetlb=1",
+            f"glibc.malloc.mmap_threshold={32 << 20}",  # bytes, the most that it takes
+            f"glibc.malloc.trim_threshold={1 << 30}",
+        )
+    ),
+}
 MAX_QUERIES = 64  # open at a time
 
 
