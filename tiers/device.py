@@ -7,7 +7,7 @@ A block that the tree knows is owned by the tree and by every sequence that runs
 their whole grid chunk was computed by one full-length forward, so whoever holds them may read them and none may write.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,16 +25,26 @@ class MatchEnd(StrEnum):
     UNKNOWN = "no further block is known"
     SHORT = "the prompt has no grid position strictly inside"
     NO_CHECKPOINT = "blocks are known further, but no checkpoint of the recurrent state"
+    BELOW = "a lower tier has more"
+
+
+@dataclass(frozen=True, slots=True)
+class Deeper:
+    """How much further the lower tiers reach: every block up to `resume_len`, and the state there, is in some tier."""
+
+    nodes: tuple[Node, ...]  # beyond the match's own, in order; some of them may be on the device all the same
+    resume_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a look-up found. Positions [0, resume_len) need not be computed; `nodes` hold them."""
+    """What a look-up found. Positions [0, resume_len) need not be computed; `nodes`, all on the device, hold them."""
 
     nodes: tuple[Node, ...]
     resume_len: int  # a multiple of the grid, strictly below the prompt's length
     known_len: int  # tokens of the known path, floored to the grid: where the prompt leaves it
     end: MatchEnd
+    deeper: Deeper | None = None  # None where lower tiers add nothing
 
     @property
     def checkpoint(self) -> int | None:
@@ -49,11 +59,15 @@ class DeviceStats:
     hit_tokens: int = 0
     miss_tokens: int = 0
     evicted_blocks: int = 0
+    lost_blocks: int = 0  # of those, the ones that no other tier has
     evicted_checkpoints: int = 0
 
 
 class DeviceTier:
-    """Books of one device. Block 0 and slot 0 are reserved: padding points at them, nobody holds them."""
+    """Books of one device. Block 0 and slot 0 are reserved: padding points at them, nobody holds them.
+
+    `forget` takes the nodes that went with their last block, to give back what they have in other tiers.
+    """
 
     def __init__(self, layout: StateLayout, *, grid: int, num_blocks: int, num_slots: int, fingerprint: bytes) -> None:
         layout.check_grid(grid)
@@ -64,6 +78,7 @@ class DeviceTier:
         self.slots = IdPool(num_slots)
         self.tree = PrefixTree()
         self.stats = DeviceStats()
+        self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.reserved_blocks = self.blocks.take(1)
         self.reserved_slots = self.slots.take(1)
         assert self.reserved_blocks == [0]
@@ -81,7 +96,7 @@ class DeviceTier:
 
     @property
     def num_available_slots(self) -> int:
-        return self.slots.num_free + self.tree.num_checkpoints
+        return self.slots.num_free + self.tree.num_checkpoints - self.tree.num_held_checkpoints
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that cover positions [0, num_tokens)."""
@@ -96,22 +111,36 @@ class DeviceTier:
         size = self.layout.block_size
         start = after.depth * size if after is not None else 0
         last = (len(token_ids) - 1) // self.grid * self.grid  # the largest grid position below the end
-        root = after or self.tree.root(self._root_key(namespace))
+        root = after or self.tree.root(self._root_key(namespace), namespace)
         path = self.tree.walk(root, self._block_tokens(token_ids, start, len(token_ids) // self.grid * self.grid))
         known_len = (start + len(path) * size) // self.grid * self.grid
-        resume_len = min(known_len, last)
-        if self.layout.slots:
-            while resume_len > start and path[(resume_len - start) // size - 1].checkpoint is None:
-                resume_len -= self.grid
+        num_here = next((i for i, node in enumerate(path) if node.block_id is None), len(path))
+
+        def deepest(num_blocks: int, *, on_device: bool) -> int:
+            position = min((start + num_blocks * size) // self.grid * self.grid, last)
+            while self.layout.slots and position > start:
+                node = path[(position - start) // size - 1]
+                if node.checkpoint is not None or (not on_device and node.has_lower_state):
+                    break
+                position -= self.grid
+            return max(position, start)
+
+        resume_len, anywhere_len = deepest(num_here, on_device=True), deepest(len(path), on_device=False)
+        num_resumed = (resume_len - start) // size
+        deeper = None
+        if anywhere_len > resume_len:
+            deeper = Deeper(tuple(path[num_resumed : (anywhere_len - start) // size]), anywhere_len)
         if last == 0:
             end = MatchEnd.SHORT
         elif resume_len == last:
             end = MatchEnd.WHOLE
+        elif deeper is not None:
+            end = MatchEnd.BELOW
         elif resume_len < min(known_len, last):
             end = MatchEnd.NO_CHECKPOINT
         else:
             end = MatchEnd.UNKNOWN
-        return Match(tuple(path[: (resume_len - start) // size]), max(resume_len, start), known_len, end)
+        return Match(tuple(path[:num_resumed]), resume_len, known_len, end, deeper)
 
     def hold_prefix(self, resources: Resources, match: Match) -> list[int]:
         """Makes a sequence a holder of the matched blocks; returns their ids in order."""
@@ -166,44 +195,53 @@ class DeviceTier:
         returned to the pool. None where the place in the tree belongs to other tokens with the same key; the block
         then stays private.
         """
-        above = parent or self.tree.root(self._root_key(namespace))
-        known = self.tree.child(above, tokens)
-        if known is not None:
-            self.adopt(resources, block_id, known)
-            return known
-        node = self.tree.insert(above, tokens, block_id)
+        above = parent or self.tree.root(self._root_key(namespace), namespace)
+        node = self.tree.child(above, tokens)
+        if node is not None and node.block_id is not None:
+            self.adopt(resources, block_id, node)
+            return node
+        node = node or self.tree.add(above, tokens)
         if node is not None:
-            self.blocks.share(block_id)  # the tree's own
-            resources.swap("block", block_id, block_id, lambda: self._release_node(node))
+            self.attach(resources, node, block_id)
         return node
 
-    def pin(self, nodes: Sequence[Node], limit: int) -> bool:
-        """Keeps a path, from its first block on, from eviction; False and nothing done past `limit` pinned blocks."""
-        if self.tree.num_pinned + sum(node.pins == 0 for node in nodes) > limit:
-            return False
-        for node in nodes:
-            self.tree.pin(node)
-        return True
-
-    def unpin(self, nodes: Sequence[Node]) -> None:
-        """Takes back one pin of each."""
-        for node in nodes:
-            self.tree.unpin(node)
+    def attach(self, resources: Resources, node: Node, block_id: int) -> None:
+        """A private block becomes the tree's, which has none on the device; its owner goes on holding it."""
+        self.blocks.share(block_id)  # the tree's own
+        self.tree.attach(node, block_id)
+        self.tree.hold(node)
+        resources.swap("block", block_id, block_id, lambda: self._release_node(node))
 
     def take_checkpoint(self, node: Node) -> int | None:
         """A slot for the state after `node`, to be filled now; None where it has one or no slot can be spared."""
         if node.checkpoint is not None:
             return None
         if self.slots.num_free == 0:
-            if self.tree.num_checkpoints == 0:
+            if self.num_available_slots == 0:
                 return None
             self._evict_checkpoint()
         (slot_id,) = self.slots.take(1)
         self.tree.set_checkpoint(node, slot_id)
         return slot_id
 
+    def give_checkpoint(self, resources: Resources, node: Node, slot_id: int) -> None:
+        """A slot that `resources` holds becomes the node's checkpoint."""
+        self.slots.share(slot_id)
+        resources.drop("slot", slot_id)
+        self.tree.set_checkpoint(node, slot_id)
+
+    def hold_path(self, resources: Resources, node: Node) -> None:
+        """Keeps a node and all above it on the device."""
+        for above in node.path():
+            self._hold_node(resources, above)
+
+    def hold_state(self, resources: Resources, node: Node) -> None:
+        """Keeps a node's checkpoint in its slot; the path to it is held by the same owner."""
+        self.tree.hold_state(node)
+        resources.hold("checkpoint", node.key, lambda: self.tree.unhold_state(node))
+
     def drop_cache(self) -> int:
-        """Forgets every prefix that nothing holds; returns how many blocks that freed."""
+        """Empties the device of every prefix that nothing holds; returns how many blocks that freed."""
         before = self.blocks.num_free
         while self.tree.num_cached:
             self._evict_block()
@@ -215,8 +253,9 @@ class DeviceTier:
         self.slots.check()
         self.tree.check()
         for node in self.tree.nodes():
-            refs = self.blocks.refs(_block_of(node))
-            assert refs == 1 + node.holders, f"block {node.block_id}: {refs} owners, tree and {node.holders} holders"
+            if node.block_id is not None:
+                refs = self.blocks.refs(node.block_id)
+                assert refs == 1 + node.holders, f"block {node.block_id}: {refs} owners, {node.holders} holders, the tree"
             assert node.checkpoint is None or self.slots.refs(node.checkpoint) == 1
         assert self.blocks.num_held >= self.tree.num_cached + len(self.reserved_blocks)
 
@@ -227,7 +266,8 @@ class DeviceTier:
             ("slot", id_): 1 for id_ in self.reserved_slots
         }
         for node in self.tree.nodes():
-            expected[("block", _block_of(node))] = 1
+            if node.block_id is not None:
+                expected[("block", node.block_id)] = 1
             if node.checkpoint is not None:
                 expected[("slot", node.checkpoint)] = 1
         for resources in owners:
@@ -261,17 +301,24 @@ class DeviceTier:
     def _evict_block(self) -> None:
         node = self.tree.pop_oldest()
         assert node is not None, "more blocks wanted than can be had"
-        self.blocks.release(_block_of(node))
-        self.stats.evicted_blocks += 1
         if node.checkpoint is not None:
             self.slots.release(self.tree.clear_checkpoint(node))
             self.stats.evicted_checkpoints += 1
+        self.blocks.release(self.tree.detach(node))
+        self.stats.evicted_blocks += 1
+        if not node.has_block:
+            self.stats.lost_blocks += 1
+            self.forget(self.tree.prune(node))
 
     def _evict_checkpoint(self, keep: Node | None = None) -> None:
         node = self.tree.oldest_checkpoint(keep)
         assert node is not None, "more slots wanted than can be had"
         self.slots.release(self.tree.clear_checkpoint(node))
         self.stats.evicted_checkpoints += 1
+
+
+def _has_no_other_tier(nodes: list[Node]) -> None:
+    assert not any(node.has_block or node.has_state for node in nodes), "nobody looks after other tiers"
 
 
 def _block_of(node: Node) -> int:

@@ -43,6 +43,14 @@ class DevicePools:
         self.slots[slot_id].zero_()
 
 
+class HostArena:
+    """The host tier's memory, [num_chunks, chunk_bytes], touched when made; pinned where there is an accelerator."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, *, is_pinned: bool) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.chunks = torch.zeros((num_chunks, chunk_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+
+
 def _view(images: torch.Tensor, part: Part) -> torch.Tensor:
     dtype = getattr(torch, part.dtype)
     columns = images[:, part.offset : part.offset + part.num_bytes].view(dtype)

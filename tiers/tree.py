@@ -1,15 +1,18 @@
-"""Block keys as a tree: which prefixes are known, where their bytes are, and which may be forgotten first.
+"""Block keys as a tree: which prefixes are known, in which tiers their bytes are, and which may be forgotten first.
 
-A node is one canonical block of the device tier and, where the model has slots, possibly the checkpoint of the state
-after it. The tree owns the nodes; a node's block and checkpoint ids belong to the pools of tiers/device.py. Time is a
-counter that the tree moves itself: no clock, no torch.
+A node is one canonical block and, where the model has slots, possibly the checkpoint of the state after it. Each of the
+two may be on the device, in the host tier, on disk, in several of them, and the block in at least one. The tree owns
+the nodes; ids, extents and records belong to the tiers' own books. Time is a counter that the tree moves itself: no
+clock, no torch.
 """
 
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tiers.copies import HostCopy
 from tiers.keys import block_key
+from tiers.records import RecordRef
 
 
 @dataclass(slots=True, eq=False)
@@ -18,30 +21,69 @@ class Node:
 
     key: bytes
     tokens: bytes  # as keys.token_bytes makes them: compared on every match
-    parent: "Node | None"
+    parent: "Node | None"  # None only in a root
     depth: int
-    block_id: int | None  # None only in a root
-    checkpoint: int | None = None  # slot id of the state after this block's last token
+    namespace: str
+    block_id: int | None = None  # on the device
+    checkpoint: int | None = None  # device slot of the state after this block's last token
+    host_block: HostCopy | None = None
+    host_state: HostCopy | None = None
+    disk_block: RecordRef | None = None
+    disk_state: RecordRef | None = None
     children: dict[bytes, "Node"] = field(default_factory=dict["bytes", "Node"])
-    holders: int = 0  # sequences whose block table runs through this node
-    pins: int = 0
+    device_children: int = 0  # of them, those on the device
+    host_children: int = 0
+    disk_children: int = 0
+    holders: int = 0  # sequences and transfers whose path runs through this node; held nodes are on the device
+    state_holders: int = 0  # transfers that read the device's checkpoint
+    pins: int = 0  # keep its records in the host or disk tier
     last_use: int = 0
+    hits: int = 0
 
     @property
     def is_cached(self) -> bool:
-        """Nothing holds it: neither a sequence nor a pin."""
-        return self.holders == 0 and self.pins == 0
+        """On the device, and nothing holds it there."""
+        return self.block_id is not None and self.holders == 0
 
     @property
     def is_evictable(self) -> bool:
-        """Nothing holds it and nothing hangs below it."""
-        return self.is_cached and not self.children and self.block_id is not None
+        """On the device, and nothing there holds it or hangs below it."""
+        return self.is_cached and self.device_children == 0
+
+    @property
+    def has_lower_block(self) -> bool:
+        """The block is in the host tier or on disk."""
+        return self.host_block is not None or self.disk_block is not None
+
+    @property
+    def has_lower_state(self) -> bool:
+        return self.host_state is not None or self.disk_state is not None
+
+    @property
+    def has_block(self) -> bool:
+        """The block is in some tier."""
+        return self.block_id is not None or self.has_lower_block
+
+    @property
+    def has_state(self) -> bool:
+        """The checkpoint is in some tier."""
+        return self.checkpoint is not None or self.has_lower_state
+
+    def path(self) -> list["Node"]:
+        """From the first block down to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
 
 class PrefixTree:
     """A forest: one root for every root key, made for its first block and dropped with its last.
 
-    Who holds or pins a node holds or pins all nodes above it, so whatever is cached can be evicted from the leaves up.
+    What is on the device reaches up to the root, and so does what is held there: whatever is cached can be evicted from
+    the leaves up.
     """
 
     def __init__(self) -> None:
@@ -50,13 +92,15 @@ class PrefixTree:
         self._by_use: list[tuple[int, int, Node]] = []  # heap of (last_use, serial, node); entries may be stale
         self._serial = 0
         self.num_nodes = 0  # roots not counted
-        self.num_cached = 0  # nodes that nothing holds
+        self.num_on_device = 0
+        self.num_cached = 0  # of those, the ones that nothing holds
         self.num_pinned = 0
-        self.num_checkpoints = 0
+        self.num_checkpoints = 0  # on the device
+        self.num_held_checkpoints = 0  # of those, the ones that a transfer reads
 
-    def root(self, key: bytes) -> Node:
-        """The node above a namespace's first blocks; one that is not known yet is kept only by `insert`."""
-        return self._roots.get(key) or Node(key=key, tokens=b"", parent=None, depth=0, block_id=None)
+    def root(self, key: bytes, namespace: str) -> Node:
+        """The node above a namespace's first blocks; one that is not known yet is kept only by `add`."""
+        return self._roots.get(key) or Node(key=key, tokens=b"", parent=None, depth=0, namespace=namespace)
 
     def child(self, parent: Node, tokens: bytes) -> Node | None:
         """The child that holds exactly these tokens, or None. A key that matches with other tokens is no match."""
@@ -75,18 +119,65 @@ class PrefixTree:
             node = found
         return path
 
-    def insert(self, parent: Node, tokens: bytes, block_id: int) -> Node | None:
-        """A new node, held by its maker; None where a node with another block's tokens owns the same key."""
+    def add(self, parent: Node, tokens: bytes) -> Node | None:
+        """A new node with its bytes nowhere yet; None where a node with another block's tokens owns the same key."""
         key = block_key(parent.key, tokens)
         if key in parent.children:
             return None
-        node = Node(key=key, tokens=tokens, parent=parent, depth=parent.depth + 1, block_id=block_id, holders=1)
+        node = Node(key=key, tokens=tokens, parent=parent, depth=parent.depth + 1, namespace=parent.namespace)
         parent.children[key] = node
-        if parent.block_id is None:
+        if parent.parent is None:
             assert self._roots.setdefault(parent.key, parent) is parent, "two roots with one key"
         self.num_nodes += 1
-        self._touch(node)
+        self._clock += 1
+        node.last_use = self._clock
         return node
+
+    def attach(self, node: Node, block_id: int) -> None:
+        """The node's block is on the device from now on; its parent's already is."""
+        assert node.block_id is None
+        assert node.parent is not None
+        assert node.parent.parent is None or node.parent.block_id is not None, "a gap on the device"
+        node.block_id = block_id
+        node.parent.device_children += 1
+        self.num_on_device += 1
+        self.num_cached += node.is_cached
+        self._touch(node)
+
+    def detach(self, node: Node) -> int:
+        """The node's block leaves the device; returns its id. Its checkpoint is gone already."""
+        assert node.is_evictable, "held, or something hangs below it"
+        assert node.checkpoint is None
+        assert node.parent is not None
+        assert node.block_id is not None
+        block_id, node.block_id = node.block_id, None
+        node.parent.device_children -= 1
+        self.num_on_device -= 1
+        self.num_cached -= 1
+        self._offer(node.parent)
+        return block_id
+
+    def prune(self, node: Node) -> list[Node]:
+        """Unlinks a node that is not on the device, with all below it; the caller gives back what they have elsewhere."""
+        pruned: list[Node] = []
+        stack = [node]
+        while stack:
+            below = stack.pop()
+            assert below.block_id is None, "on the device under a gap"
+            assert below.holders == 0
+            pruned.append(below)
+            stack.extend(below.children.values())
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        for below in pruned:
+            self.num_pinned -= below.pins > 0
+            below.children = {}
+            below.parent = None
+        self.num_nodes -= len(pruned)
+        if parent.parent is None and not parent.children:
+            self._roots.pop(parent.key, None)
+        return pruned
 
     def hold(self, node: Node) -> None:
         """One more sequence runs through the node."""
@@ -102,8 +193,7 @@ class PrefixTree:
         self._offer(node)
 
     def pin(self, node: Node) -> None:
-        """Keeps a node from eviction until unpinned."""
-        self.num_cached -= node.is_cached
+        """Keeps a node's records in the lower tiers until unpinned."""
         node.pins += 1
         self.num_pinned += node.pins == 1
 
@@ -111,62 +201,84 @@ class PrefixTree:
         assert node.pins > 0
         node.pins -= 1
         self.num_pinned -= node.pins == 0
-        self.num_cached += node.is_cached
-        self._offer(node)
 
     def use(self, node: Node) -> None:
         """A hit resumed at this node: it alone becomes recent."""
+        node.hits += 1
         self._touch(node)
 
     def set_checkpoint(self, node: Node, slot_id: int) -> None:
         assert node.checkpoint is None
+        assert node.block_id is not None
         node.checkpoint = slot_id
         self.num_checkpoints += 1
 
     def clear_checkpoint(self, node: Node) -> int:
-        """Forgets a node's checkpoint and returns its slot id."""
+        """Forgets a node's checkpoint on the device and returns its slot id."""
         slot_id = node.checkpoint
         assert slot_id is not None
+        assert node.state_holders == 0, "a transfer reads it"
         node.checkpoint = None
         self.num_checkpoints -= 1
         return slot_id
 
+    def hold_state(self, node: Node) -> None:
+        """One more transfer reads the device's checkpoint."""
+        assert node.checkpoint is not None
+        node.state_holders += 1
+        self.num_held_checkpoints += node.state_holders == 1
+
+    def unhold_state(self, node: Node) -> None:
+        assert node.state_holders > 0
+        node.state_holders -= 1
+        self.num_held_checkpoints -= node.state_holders == 0
+
     def pop_oldest(self) -> Node | None:
-        """Takes the least recently used evictable node out of the tree; None where there is none."""
+        """The least recently used evictable node, for the caller to detach; None where there is none."""
         while self._by_use:
             last_use, _, node = heapq.heappop(self._by_use)
-            if node.last_use == last_use and node.is_evictable and self._is_linked(node):
-                self._unlink(node)
+            if node.last_use == last_use and node.is_evictable:
                 return node
         return None
 
     def oldest_checkpoint(self, keep: Node | None = None) -> Node | None:
-        """The least recently used node with a checkpoint, pinned ones last, `keep` never."""
-        nodes = (node for node in self.nodes() if node.checkpoint is not None and node is not keep)
-        return min(nodes, key=lambda node: (node.pins > 0, node.last_use), default=None)
+        """The least recently used node with a checkpoint on the device that no transfer reads; `keep` never."""
+        nodes = (n for n in self.nodes() if n.checkpoint is not None and n.state_holders == 0 and n is not keep)
+        return min(nodes, key=lambda node: node.last_use, default=None)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
-            if node.block_id is not None:
+            if node.parent is not None:
                 yield node
             stack.extend(node.children.values())
 
     def check(self) -> None:
         """Raises AssertionError where links or counts are broken."""
         nodes = list(self.nodes())
+        resident = [node for node in nodes if node.block_id is not None]
         assert len(nodes) == self.num_nodes
+        assert len(resident) == self.num_on_device
         assert sum(node.is_cached for node in nodes) == self.num_cached
         assert sum(node.pins > 0 for node in nodes) == self.num_pinned
         assert sum(node.checkpoint is not None for node in nodes) == self.num_checkpoints
-        assert len({node.block_id for node in nodes}) == len(nodes), "two nodes share a block"
+        assert sum(node.state_holders > 0 for node in nodes) == self.num_held_checkpoints
+        assert len({node.block_id for node in resident}) == len(resident), "two nodes share a block"
         offered = {id(node) for last_use, _, node in self._by_use if node.last_use == last_use}
         for node in nodes:
-            assert node.parent is not None
-            assert node.parent.children[node.key] is node
-            assert node.is_cached or node.parent.block_id is None or not node.parent.is_cached
+            parent = node.parent
+            assert parent is not None
+            assert parent.children[node.key] is node
+            assert node.has_block, "a node without bytes"
+            assert node.device_children == sum(child.block_id is not None for child in node.children.values())
+            assert node.block_id is None or parent.parent is None or parent.block_id is not None, "a gap on the device"
+            assert node.host_children == sum(child.host_block is not None for child in node.children.values())
+            assert node.disk_children == sum(child.disk_block is not None for child in node.children.values())
+            assert node.holders == 0 or node.block_id is not None
+            assert node.state_holders == 0 or node.holders > 0, "whoever reads a state holds the path to it"
+            assert not node.is_cached or not any(child.holders for child in node.children.values())
             assert not node.is_evictable or id(node) in offered, "an evictable node would never be evicted"
 
     def _touch(self, node: Node) -> None:
@@ -179,24 +291,9 @@ class PrefixTree:
             return
         self._serial += 1
         heapq.heappush(self._by_use, (node.last_use, self._serial, node))
-        if len(self._by_use) > 4 * self.num_nodes + 64:  # stale entries are dropped before they outgrow the tree
+        if len(self._by_use) > 4 * self.num_on_device + 64:  # stale entries are dropped before they outgrow the tree
             self._by_use = [
                 (node.last_use, serial, node) for serial, node in enumerate(self.nodes()) if node.is_evictable
             ]
             heapq.heapify(self._by_use)
-            self._serial = self.num_nodes
-
-    def _unlink(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]
-        self.num_nodes -= 1
-        self.num_cached -= 1
-        if parent.block_id is None:
-            if not parent.children:
-                self._roots.pop(parent.key, None)
-        else:
-            self._offer(parent)
-
-    def _is_linked(self, node: Node) -> bool:
-        return node.parent is not None and node.parent.children.get(node.key) is node
+            self._serial = len(self._by_use)

@@ -72,10 +72,11 @@ def _loop(engine: Engine, link: Link) -> None:
     pulse_due = 0.0
     is_proven = False
     while not engine.is_stopping:
-        messages = link.receive(timeout_s=PULSE_S if engine.is_idle else 0.0)
+        is_resting = engine.is_idle or engine.only_waits
+        messages = link.receive(PULSE_S if is_resting else 0.0, engine.cache.mover)
         for message in messages:
             engine.handle(message)
-        if not engine.is_idle:
+        if not engine.is_idle or not engine.cache.is_settled:
             engine.step()
             is_proven = False
         elif not messages and not is_proven:
@@ -85,6 +86,7 @@ def _loop(engine: Engine, link: Link) -> None:
         if now >= pulse_due:
             pulse_due = now + PULSE_S
             link.send(Pulse(engine.steps, len(engine.scheduler.waiting), engine.scheduler.num_running))
+    engine.close()
     _prove(engine)
     deadline = time.monotonic() + 5.0
     while link.has_unsent and time.monotonic() < deadline:

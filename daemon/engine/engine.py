@@ -15,7 +15,7 @@ from daemon.engine.answers import answer
 from daemon.engine.prefill import Prefill
 from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
-from daemon.engine.scheduler import Admitted, Scheduler
+from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from daemon.errors import ErrorReason
 from daemon.layers.steps import HostStageError
@@ -37,9 +37,10 @@ from daemon.messages import (
     Usage,
 )
 from daemon.models.base import Model
-from tiers.device import DeviceTier
+from tiers.cache import TieredCache
+from tiers.device import Match
 from tiers.pools import DevicePools
-from tiers.resources import ReleaseError
+from tiers.resources import ReleaseError, Resources
 
 log = logging.getLogger("downcore.engine")
 
@@ -58,21 +59,22 @@ class Engine:
         config: EngineConfig,
         model: Model,
         pools: DevicePools,
-        device: DeviceTier,
+        cache: TieredCache,
         send: Callable[[ToFront], None],
         clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.model = model
         self.pools = pools
-        self.device = device
-        self.scheduler = Scheduler(device, config)
+        self.cache = cache
+        self.device = device = cache.device
+        self.scheduler = Scheduler(cache, config)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot)
         self.prefill = Prefill(
             pools=pools,
-            device=device,
+            cache=cache,
             scheduler=self.scheduler,
             runner=self.runner,
             slice_s=config.slice_ms / 1000,
@@ -97,9 +99,11 @@ class Engine:
     def step(self) -> None:
         """One turn: decode rows for everyone past the prompt, then a slice of one prompt's chunk."""
         now = self.clock()
+        self.cache.poll(now)
         self._expire(now)
-        for admitted in self.scheduler.admit():
-            self._begin(admitted, now)
+        for admitted in self.scheduler.admit(now):
+            if admitted.match is not None:
+                self._begin(admitted.sequence, admitted.match, now)
         self._refuse_stuck()
         plan, preempted = self.scheduler.plan(self.prefill.chunk.sequence if self.prefill.chunk else None)
         for sequence in preempted:
@@ -173,11 +177,24 @@ class Engine:
     def _(self, message: Configure) -> None:
         raise AssertionError("an engine is configured once")
 
+    def close(self) -> None:
+        """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
+        self.cache.close()
+
+    @property
+    def only_waits(self) -> bool:
+        """Nothing can be computed until a transfer ends: whoever turns the loop may sleep until one does."""
+        return not self.scheduler.running and self.cache.holds_device
+
+    def owners(self) -> list[Resources]:
+        """Everyone who may hold blocks and slots."""
+        return [sequence.resources for sequence in self.scheduler.sequences()] + self.cache.owners()
+
     def check(self) -> None:
         """Raises AssertionError where the books do not add up; `astray` of the device says what by name."""
-        self.device.check()
+        self.cache.check()
         self.scheduler.check()
-        findings = self.device.astray([sequence.resources for sequence in self.scheduler.sequences()])
+        findings = self.device.astray(self.owners())
         assert not findings, "; ".join(findings)
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:
@@ -195,10 +212,10 @@ class Engine:
             return
         self._commit_decode(sequences, logits)
 
-    def _begin(self, admitted: Admitted, now: float) -> None:
-        request = admitted.sequence.request
-        self.prefill.begin(admitted, now)
-        needed_s = self.prefill.needed_s(request, admitted.sequence.computed_len)
+    def _begin(self, sequence: Sequence, match: Match, now: float) -> None:
+        request = sequence.request
+        self.prefill.begin(sequence, match, now)
+        needed_s = self.prefill.needed_s(request, sequence.computed_len)
         if request.deadline is not None and now + needed_s > request.deadline:
             left = f"{request.deadline - now:.2f} s are left"
             message = f"computing the prompt takes {needed_s:.2f} s at the best rate seen here, and {left}"
@@ -321,17 +338,19 @@ class Engine:
     def _refuse_stuck(self) -> None:
         sequence = self.scheduler.stuck()
         if sequence is not None:
-            reason = "it needs more blocks than pins leave"
+            reason = "there is no room for it"
             self._fail(sequence.request, ErrorReason.NO_CAPACITY, reason, retry_after_s=5.0)
 
     def _usage(self, request: Request) -> Usage:
         assert request.admitted is not None
         assert request.prefilled is not None
+        disk = min(request.restored_disk, request.cached_len)
+        host = min(request.restored_host, request.cached_len - disk)
         return Usage(
             prompt_tokens=request.prompt_len,
-            cached_device=request.cached_len,
-            cached_host=0,
-            cached_disk=0,
+            cached_device=request.cached_len - host - disk,
+            cached_host=host,
+            cached_disk=disk,
             queue_s=request.admitted - request.arrived,
             prefill_s=request.prefilled - request.admitted,
             first_token_s=self.clock() - request.arrived,

@@ -2,10 +2,17 @@
 
 import select
 import socket
+from typing import Protocol
 
 from daemon.messages import HEADER, MAX_MESSAGE_BYTES, ToEngine, ToFront, encode, to_engine_decoder
 
 MAX_UNSENT_BYTES = 256 << 20
+
+
+class SupportsFileno(Protocol):
+    """What select waits for."""
+
+    def fileno(self) -> int: ...
 
 
 class FrontGone(Exception):
@@ -43,13 +50,16 @@ class Link:
                 raise FrontGone(str(error)) from error
             del self._unsent[:sent]
 
-    def receive(self, timeout_s: float) -> list[ToEngine]:
-        """The messages that have arrived, waiting up to `timeout_s` for the first; raises FrontGone at the end."""
+    def receive(self, timeout_s: float, *wakers: SupportsFileno) -> list[ToEngine]:
+        """The messages that have arrived; raises FrontGone at the end.
+
+        Waits up to `timeout_s` for the first of them, or until one of the wakers is readable.
+        """
         writable = [self._sock] if self._unsent else []
-        readable, ready, _ = select.select([self._sock], writable, [], timeout_s)
+        readable, ready, _ = select.select([self._sock, *wakers], writable, [], timeout_s)
         if ready:
             self.flush()
-        if readable:
+        if self._sock in readable:
             self._read()
         return self._split()
 

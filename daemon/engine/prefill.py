@@ -7,9 +7,10 @@ reach the tree, after their chunk; a checkpoint is the state at the very positio
 import torch
 
 from daemon.engine.runner import Chunk, Runner
-from daemon.engine.scheduler import Admitted, Scheduler
+from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence
-from tiers.device import DeviceTier, MatchEnd
+from tiers.cache import TieredCache
+from tiers.device import Match, MatchEnd
 from tiers.keys import token_bytes
 from tiers.pools import DevicePools
 
@@ -18,19 +19,19 @@ class Prefill:
     """Owns the chunk in flight, which is registered in its sequence's resources."""
 
     def __init__(
-        self, *, pools: DevicePools, device: DeviceTier, scheduler: Scheduler, runner: Runner, slice_s: float
+        self, *, pools: DevicePools, cache: TieredCache, scheduler: Scheduler, runner: Runner, slice_s: float
     ) -> None:
         self.pools = pools
-        self.device = device
+        self.cache = cache
+        self.device = cache.device
         self.scheduler = scheduler
         self.runner = runner
         self.slice_s = slice_s
         self.chunk: Chunk | None = None
         self.rate = 0.0  # tokens/s of the fastest whole chunk of late; 0 until there was one
 
-    def begin(self, admitted: Admitted, now: float) -> None:
+    def begin(self, sequence: Sequence, match: Match, now: float) -> None:
         """Gives a sequence the state that its prompt resumes from, and decides which states will be worth keeping."""
-        sequence, match = admitted.sequence, admitted.match
         request, grid = sequence.request, self.device.grid
         assert sequence.slot is not None
         if match.nodes and self.pools.layout.slots:
@@ -44,7 +45,7 @@ class Prefill:
             self.device.stats.hit_tokens += match.resume_len
             self.device.stats.miss_tokens += request.prompt_len - match.resume_len
         ends = {request.prompt_len // grid * grid, (request.prompt_len - 1) // grid * grid}
-        if match.end is MatchEnd.NO_CHECKPOINT or match.end is MatchEnd.UNKNOWN:
+        if match.end is not MatchEnd.WHOLE:
             ends.add(match.known_len)  # the branch point: others came this way and may again
         sequence.checkpoint_at = frozenset(ends)
 
@@ -138,3 +139,6 @@ class Prefill:
             if slot_id is not None:
                 assert sequence.slot is not None
                 self.pools.copy_slot(sequence.slot, slot_id)
+            self.cache.offer(sequence.nodes[-1])
+        elif not self.pools.layout.slots:
+            self.cache.offer(sequence.nodes[-1])

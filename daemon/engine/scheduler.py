@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 from daemon.config import EngineConfig
 from daemon.engine.sequence import Request, Sequence, SequenceState
-from tiers.device import DeviceTier, Match
+from tiers.cache import TieredCache
+from tiers.device import Match
 from tiers.resources import Resources
+from tiers.tree import Node
+
+MAX_RESTORES = 2  # waited for by one request: what is evicted before it can be used twice is computed instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +28,24 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence that has just acquired all it needs, with what was found of its prompt."""
+    """A sequence that has just acquired all it needs, with what was found of its prompt; None: it came back whole."""
 
     sequence: Sequence
-    match: Match
+    match: Match | None
 
 
 class Scheduler:
     """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
 
-    def __init__(self, device: DeviceTier, config: EngineConfig) -> None:
-        self.device = device
+    def __init__(self, cache: TieredCache, config: EngineConfig) -> None:
+        self.cache = cache
+        self.device = device = cache.device
+        self.restore_timeout_s = config.restore_timeout_s
         self.growth_window = config.growth_window
         self.max_queue = config.max_queue
         self.max_sequences = min(config.max_sequences, device.slots.size - len(device.reserved_slots) - 1)
-        self.pin_limit = int(config.pin_fraction * device.num_usable_blocks)
         self.waiting: list[Sequence] = []  # by order of arrival
+        self.restoring: list[Sequence] = []  # their turn came, and their prefix is on its way to the device
         self.running: list[Sequence] = []  # by order of admission
         self._chunks_started = 0
         self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit
@@ -50,18 +56,18 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.waiting and not self.restoring and not self.running
 
     def sequences(self) -> list[Sequence]:
         """Every sequence alive, siblings included."""
-        alive = self.waiting + self.running
+        alive = self.waiting + self.restoring + self.running
         return alive + [sibling for sequence in alive for sibling in sequence.siblings]
 
     def capacity_error(self, prompt_len: int, max_len: int, n: int) -> str | None:
         """Why a request could never run, however empty the device; None where it could."""
         if n > self.max_sequences:
             return f"n is {n}, but only {self.max_sequences} sequences run at a time"
-        usable = self.device.num_usable_blocks - self.pin_limit
+        usable = self.device.num_usable_blocks
         first_len = min(max_len, prompt_len + self.growth_window)
         shared = prompt_len // self.device.layout.block_size
         together = self.device.blocks_for(first_len) + (n - 1) * (self.device.blocks_for(first_len) - shared)
@@ -83,24 +89,36 @@ class Scheduler:
         self._wait(choices[0])
         return choices[0]
 
-    def admit(self) -> list[Admitted]:
-        """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it."""
+    def admit(self, now: float) -> list[Admitted]:
+        """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it.
+
+        One whose prefix is worth bringing from a lower tier waits aside until that has come, and others go on.
+        """
+        self._end_restores(now)
         admitted: list[Admitted] = []
         while self.waiting and self._refused_at != self._room():
-            match = self._acquire(self.waiting[0])
-            if match is None:
+            sequence = self.waiting[0]
+            acquired = self._return(sequence) if sequence.swapped is not None else self._acquire(sequence, now)
+            if acquired is None:
                 self._refused_at = self._room()
                 break
-            sequence = self.waiting.pop(0)
+            self.waiting.pop(0)
+            if sequence.restore is not None:
+                sequence.state = SequenceState.RESTORING
+                self.restoring.append(sequence)
+                continue
             for choice in [sequence, *sequence.siblings]:
-                choice.state = SequenceState.PREFILLING  # at least the prompt's last row is always computed
+                # At least the prompt's last row is always computed, but by who comes back from beyond it.
+                choice.state = SequenceState.PREFILLING if choice.in_prompt else SequenceState.DECODING
             self.running.append(sequence)
-            admitted.append(Admitted(sequence, match))
+            admitted.append(acquired)
         return admitted
 
     def stuck(self) -> Sequence | None:
-        """A sequence that waits although nothing else runs: what it needs is bound by pins."""
-        return self.waiting[0] if self.waiting and not self.running else None
+        """A sequence that waits although nothing else runs and nothing is on its way: it will never have room."""
+        if self.running or self.restoring or self.cache.holds_device or not self.waiting:
+            return None
+        return self.waiting[0]
 
     def plan(self, in_flight: Sequence | None) -> tuple[Plan, list[Sequence]]:
         """The next step, and the sequences preempted to make room for it.
@@ -146,8 +164,14 @@ class Scheduler:
         return forked
 
     def preempt(self, sequence: Sequence) -> None:
-        """Everything it holds goes back; it waits at its place in the order of arrival."""
+        """Its state moves to the host tier, or is lost where that has no room; it waits in the order of arrival."""
         self.running.remove(sequence)
+        if sequence.computed_len:
+            assert sequence.slot is not None
+            blocks = sequence.block_table[: self.device.blocks_for(sequence.computed_len)]
+            sequence.swapped = self.cache.swap_out(
+                sequence.id, blocks, sequence.nodes, sequence.slot, sequence.computed_len
+            )
         for choice in [sequence, *sequence.siblings]:
             choice.forget()
             choice.state = SequenceState.PREEMPTED
@@ -160,6 +184,11 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.restoring:
+            self.restoring.remove(sequence)
+        if sequence.swapped is not None:
+            swapped, sequence.swapped = sequence.swapped, None
+            swapped.resources.release()
         sequence.state = SequenceState.FINISHED
         for sibling in sequence.siblings:
             sibling.forget()
@@ -168,7 +197,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError where a sequence holds what its state does not allow."""
-        for sequence in self.waiting:
+        for sequence in self.waiting + self.restoring:
             for choice in [sequence, *sequence.siblings]:
                 assert choice.resources.is_empty, f"{choice.id} waits and holds something"
         for sequence in self.running:
@@ -181,33 +210,88 @@ class Scheduler:
     def _room(self) -> tuple[object, ...]:
         """What an admission depends on: while it is unchanged, trying again would only hash the prompt again."""
         device = self.device
-        free = (device.blocks.num_free, device.slots.num_free, device.tree.num_cached, device.tree.num_checkpoints)
+        tree = device.tree
+        checkpoints = (tree.num_checkpoints, tree.num_held_checkpoints)
+        free = (device.blocks.num_free, device.slots.num_free, tree.num_cached, *checkpoints)
         return (self.waiting[0].id, self.num_running, device.tree.num_nodes, *free)
 
-    def _acquire(self, sequence: Sequence) -> Match | None:
-        """All a waiting sequence and its siblings need to start, or None with nothing held."""
+    def _end_restores(self, now: float) -> None:
+        """Those whose prefix has come, or has not come in time, wait for admission again."""
+        for sequence in [s for s in self.restoring if s.restore is not None]:
+            restore, request = sequence.restore, sequence.request
+            assert restore is not None
+            if not restore.is_done and now < sequence.restore_until:
+                continue
+            if restore.is_done and request.admitted is None:
+                request.restored_host += restore.host_tokens
+                request.restored_disk += restore.disk_tokens
+            request.restores += 1 if restore.is_done else MAX_RESTORES
+            sequence.restore = None
+            sequence.state = SequenceState.WAITING if request.admitted is None else SequenceState.PREEMPTED
+            self.restoring.remove(sequence)
+            self._wait(sequence)
+
+    def _return(self, sequence: Sequence) -> Admitted | None:
+        """Brings a preempted sequence's state back from the host tier, or None with nothing changed."""
+        swapped, device, request = sequence.swapped, self.device, sequence.request
+        assert swapped is not None
+        assert self.cache.swapper is not None
+        needed, newly_held = self.cache.swapper.needs(swapped)
+        reserve = device.blocks_for(min(request.max_len, len(sequence.token_ids) + self.growth_window))
+        more = max(0, reserve - len(swapped.block_chunks))
+        tail = reserve - request.prompt_len // device.layout.block_size
+        choices = 1 + len(sequence.siblings)
+        blocks = device.num_available_blocks - newly_held
+        is_room = needed + more + tail * (choices - 1) <= blocks and choices <= device.num_available_slots
+        if self.num_running + choices > self.max_sequences or not is_room:
+            return None
+        returned = self.cache.swapper.back(swapped, sequence.resources)
+        sequence.swapped = None
+        sequence.block_table = returned.block_table + device.take_blocks(sequence.resources, more)
+        sequence.nodes = list(swapped.nodes)
+        sequence.slot = returned.slot
+        sequence.computed_len = swapped.computed_len
+        self._take_tails(sequence, tail, None)
+        return Admitted(sequence, None)
+
+    def _take_tails(self, sequence: Sequence, tail: int, keep: Node | None) -> None:
+        for sibling in sequence.siblings:
+            sibling.tail_blocks = self.device.take_blocks(sibling.resources, tail)
+            sibling.slot = self.device.take_slot(sibling.resources, keep)
+
+    def _acquire(self, sequence: Sequence, now: float) -> Admitted | None:
+        """All a waiting sequence and its siblings need to start, or None with nothing held.
+
+        Where a lower tier has more of the prompt, its way up is begun instead, once there is room for everything.
+        """
         request, device = sequence.request, self.device
         match = device.lookup(request.prompt_ids, request.submit.namespace)
+        restores = request.restores < MAX_RESTORES and self.cache.wants(match)
+        known = match.nodes
+        if restores and match.deeper is not None:
+            known = (*known, *(node for node in match.deeper.nodes if node.block_id is not None))
         reserve_len = min(request.max_len, len(sequence.token_ids) + self.growth_window)
-        own = device.blocks_for(reserve_len) - len(match.nodes)
+        own = device.blocks_for(reserve_len) - len(known)
         first_tail = request.prompt_len // device.layout.block_size
         tail = device.blocks_for(reserve_len) - first_tail
         choices = 1 + len(sequence.siblings)
-        newly_held = sum(node.is_cached for node in match.nodes)  # these stop being available
+        newly_held = sum(node.is_cached for node in known)  # these stop being available
         blocks = device.num_available_blocks - newly_held
-        slots = device.num_available_slots - (match.checkpoint is not None)
+        slots = device.num_available_slots - (restores or match.checkpoint is not None)
         if self.num_running + choices > self.max_sequences or own + tail * (choices - 1) > blocks or choices > slots:
             return None
+        if restores:
+            sequence.restore = self.cache.fetch(match)
+            sequence.restore_until = now + self.restore_timeout_s
+            return Admitted(sequence, match)
         resumed_at = match.nodes[-1] if match.nodes else None
         sequence.block_table = device.hold_prefix(sequence.resources, match)
         sequence.nodes = list(match.nodes)
         sequence.block_table += device.take_blocks(sequence.resources, own)
         sequence.slot = device.take_slot(sequence.resources, resumed_at)
         sequence.computed_len = match.resume_len
-        for sibling in sequence.siblings:
-            sibling.tail_blocks = device.take_blocks(sibling.resources, tail)
-            sibling.slot = device.take_slot(sibling.resources, resumed_at)
-        return match
+        self._take_tails(sequence, tail, resumed_at)
+        return Admitted(sequence, match)
 
     def _has_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Makes sure the sequence's next row has a block, preempting younger ones; False where it had to go itself."""

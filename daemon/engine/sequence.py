@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from daemon.messages import StopReason, Submit
 from tiers.resources import Resources
+from tiers.restore import Restore
+from tiers.swap import Swapped
 from tiers.tree import Node
 
 
@@ -12,9 +14,10 @@ class SequenceState(StrEnum):
     """Where a sequence is. WAITING holds nothing; FINISHED holds nothing any more."""
 
     WAITING = "queued"
+    RESTORING = "restoring"  # holds nothing, and waits for its prefix to come from a lower tier
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    PREEMPTED = "preempted"  # lost everything, waits to be replayed
+    PREEMPTED = "preempted"  # moved to the host tier, or lost everything and waits to be replayed
     FINISHED = "finished"
 
 
@@ -32,6 +35,9 @@ class Request:
     prefilled: float | None = None
     first_token: float | None = None
     cached_len: int = 0
+    restores: int = 0  # prefixes waited for
+    restored_host: int = 0  # tokens that came from the host tier for this request, and are in cached_len
+    restored_disk: int = 0
     preemptions: int = 0
     unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
@@ -64,6 +70,9 @@ class Sequence:
     slot: int | None = None
     computed_len: int = 0
     checkpoint_at: frozenset[int] = frozenset()  # grid positions whose state is worth keeping
+    restore: Restore | None = None  # what it waits for
+    restore_until: float = 0.0  # and how long
+    swapped: Swapped | None = None  # its state in the host tier, while it is preempted
 
     @property
     def id(self) -> str:
@@ -83,7 +92,7 @@ class Sequence:
         return self.computed_len < self.request.prompt_len
 
     def forget(self) -> None:
-        """Back to holding nothing; the token ids stay, so that a replay can bring everything else back."""
+        """Back to holding nothing on the device; the token ids stay, so that a replay can bring everything back."""
         self.block_table = []
         self.tail_blocks = []
         self.nodes = []

@@ -16,6 +16,7 @@ import daemon.layers
 import kernels
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
+from daemon.engine.tiers import NUM_READERS, make_cache
 from daemon.messages import EngineInfo, ToFront
 from daemon.models.load import LoadedModel, load_model
 from daemon.sizing import divide, free_budget
@@ -23,6 +24,7 @@ from daemon.weights.errors import LoadError
 from tiers.device import DeviceTier
 from tiers.keys import state_fingerprint
 from tiers.layout import StateLayout
+from tiers.mover import ThreadMover
 from tiers.pools import DevicePools
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
@@ -60,7 +62,8 @@ def start(
     num_blocks, num_slots = division.num_blocks, division.num_slots
     pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
     device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=fingerprint)
-    engine = Engine(config=config, model=loaded.model, pools=pools, device=device, send=send, clock=time.monotonic)
+    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), None)
+    engine = Engine(config=config, model=loaded.model, pools=pools, cache=cache, send=send, clock=time.monotonic)
     facts = loaded.model.facts
     info = EngineInfo(
         model=Path(config.model_path).name,

@@ -1,5 +1,6 @@
 """An engine with the invented model, a clock of its own and no process: tests drive it step by step."""
 
+import random
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ import torch
 
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
+from daemon.engine.tiers import make_cache
 from daemon.messages import (
     Finished,
     Rejected,
@@ -20,11 +22,60 @@ from daemon.messages import (
 )
 from daemon.models.base import Model
 from tests.engine.invented import EOS, Invented
+from tests.engine.memory_store import MemoryStore
 from tiers.device import DeviceTier
+from tiers.mover import Job
 from tiers.pools import DevicePools
 
 BLOCK, GRID = 4, 8
 INVENTED = Invented()
+
+
+class ManualMover:
+    """Runs each job's work at the next poll, and tells of it there; or when a test lets it.
+
+    Args:
+        slow: draws how long things take: a poll runs, and tells of, only some of what there is.
+    """
+
+    def __init__(self, slow: random.Random | None = None) -> None:
+        self.slow = slow
+        self.is_stalled = False
+        self.waiting: list[Job] = []
+        self.ended: list[tuple[Job, Exception | None]] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.waiting) + len(self.ended)
+
+    def submit(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def fileno(self) -> int:
+        raise AssertionError("nobody waits for this")
+
+    def run_next(self) -> None:
+        job = min(self.waiting, key=lambda job: job.priority)
+        self.waiting.remove(job)
+        error: Exception | None = None
+        try:
+            job.work()
+        except Exception as caught:
+            error = caught
+        self.ended.append((job, error))
+
+    def poll(self) -> None:
+        while self.waiting and not self.is_stalled and (self.slow is None or self.slow.random() < 0.4):
+            self.run_next()
+        if self.slow is not None and self.slow.random() < 0.5:
+            return
+        ended, self.ended = self.ended, []
+        for job, error in ended:
+            job.done(error)
+
+    def close(self) -> None:
+        self.is_stalled, self.slow = False, None
+        self.poll()
 
 
 class Harness:
@@ -39,6 +90,9 @@ class Harness:
         block_size: int = BLOCK,
         grid: int = GRID,
         slice_ms: float = 0.1,
+        num_chunks: int = 0,
+        store: MemoryStore | None = None,
+        slow: random.Random | None = None,
         **config: object,
     ) -> None:
         self.model = model or INVENTED
@@ -49,16 +103,18 @@ class Harness:
         self.rejected: dict[str, Rejected] = {}
         self.usage: dict[str, Usage] = {}
         self.other: list[ToFront] = []
-        settings = {"max_sequences": 16, "growth_window": 8, **config}
-        self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         layout = self.model.layout(block_size)
+        host_bytes = num_chunks * layout.block_bytes
+        settings = {"max_sequences": 16, "growth_window": 8, "host_bytes": host_bytes, **config}
+        self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
+        self.mover = ManualMover(slow)
         self.device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=b"f" * 32)
         self.engine = Engine(
             config=self.config,
             model=self.model,
             pools=self.pools,
-            device=self.device,
+            cache=make_cache(self.config, self.device, self.pools, self.mover, store),
             send=self._receive,
             clock=lambda: self.now,
         )
@@ -103,7 +159,7 @@ class Harness:
     def run(self, limit: int = 20_000) -> int:
         """Steps until idle; how many it took."""
         for count in range(limit):
-            if self.engine.is_idle:
+            if self.engine.is_idle and self.engine.cache.is_settled:
                 return count
             self.step()
         raise AssertionError(f"no end after {limit} steps: no progress")
@@ -117,6 +173,14 @@ class Harness:
         assert self.engine.prefill.chunk is None
         assert device.blocks.num_free + device.tree.num_cached + 1 == device.blocks.size
         assert device.slots.num_free + device.tree.num_checkpoints + 2 == device.slots.size
+        cache = self.engine.cache
+        assert cache.is_settled
+        assert not cache.owners()
+        assert cache.writedown.dirty_bytes == 0
+        if cache.host is not None:
+            assert cache.host.chunks.num_free + cache.host.num_cached_chunks == cache.host.chunks.size
+        if cache.disk is not None:
+            assert cache.disk.cached_bytes == cache.disk.store.usage_bytes
 
     def _receive(self, message: ToFront) -> None:
         match message:
@@ -147,7 +211,8 @@ class Harness:
                 pools.slots[id_] = 0xFF
         published: dict[bytes, tuple[int, bytes]] = {}
         for node in device.tree.nodes():
-            assert node.block_id is not None
+            if node.block_id is None:
+                continue
             image = pools.blocks[node.block_id].numpy().tobytes()
             known = self._shared.get(node.key)
             assert known is None or known[0] != node.block_id or known[1] == image, "a shared block was written"

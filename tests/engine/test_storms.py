@@ -12,6 +12,8 @@ from daemon.messages import Abort, StopReason
 from tests.campaigns.budget import seeds
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import VOCAB, Oracle
+from tests.engine.memory_store import MemoryStore
+from tiers.tree import Node
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -20,15 +22,18 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
     return [3 + (i * (5 + family) + family) % (VOCAB - 3) for i in range(rng.randint(1, longest))]
 
 
-@given(seed=st.integers(0, 2**32), num_blocks=st.integers(24, 40), slots=st.integers(11, 14))
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(24, 40), slots=st.integers(11, 14), is_tiered=st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_small_pools_with_pins_and_eight_choices_always_make_progress(seed: int, num_blocks: int, slots: int) -> None:
+def test_small_pools_with_pins_and_eight_choices_always_make_progress(
+    seed: int, num_blocks: int, slots: int, is_tiered: bool
+) -> None:
     rng = random.Random(seed)
-    harness = Harness(num_blocks=num_blocks, num_slots=slots, max_sequences=8, pin_fraction=0.25, growth_window=4)
-    scheduler, device = harness.engine.scheduler, harness.device
+    lower = {"num_chunks": rng.randint(8, 60), "store": MemoryStore(), "slow": rng} if is_tiered else {}
+    harness = Harness(num_blocks=num_blocks, num_slots=slots, max_sequences=8, growth_window=4, **lower)  # type: ignore[arg-type]
+    device = harness.device
     expected: dict[tuple[str, int], list[int]] = {}
     oracle = Oracle(INVENTED, BLOCK)
-    pinned = []
+    pinned: list[Node] = []
     for i in range(12):
         prompt = random_prompt(rng, 3 * GRID)
         n, max_tokens = rng.choice([1, 1, 2, 8]), rng.randint(1, 10)
@@ -36,12 +41,14 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(seed: int,
         for choice in range(n):
             expected[(f"r{i}", choice)] = oracle.answer(prompt, max_tokens, seed=i + choice, temperature=1.0)
         harness.step(rng.randint(0, 12))
-        match = device.lookup(prompt, "")
-        if match.nodes and device.pin(match.nodes, scheduler.pin_limit):
-            pinned.append(match.nodes)
+        for node in device.lookup(prompt, "").nodes:
+            if node.has_lower_block and not node.pins:
+                device.tree.pin(node)
+                pinned.append(node)
     harness.run()
-    for nodes in pinned:
-        device.unpin(nodes)
+    assert all(node.has_block for node in pinned)
+    for node in pinned:
+        device.tree.unpin(node)
     refused = {request_id for request_id, rejected in harness.rejected.items() if "needs" in rejected.message}
     assert set(harness.rejected) == refused
     for (request_id, index), answer in expected.items():
@@ -50,15 +57,20 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(seed: int,
     harness.assert_idle_books()
 
 
+@pytest.mark.parametrize("is_tiered", [False, True])
 @pytest.mark.parametrize("seed", seeds(fraction=4, full=40))
-def test_cancelling_in_every_state_returns_every_count(seed: int) -> None:
-    """Half of the requests are cancelled, each while it is in a state picked for it."""
+def test_cancelling_in_every_state_returns_every_count(seed: int, is_tiered: bool) -> None:
+    """Half of the requests are cancelled, each while it is in a state picked for it; with all tiers the disk is slow."""
     rng = random.Random(seed)
-    harness = Harness(num_blocks=40, max_sequences=8)
-    wanted = {f"r{i}": rng.choice(["queued", "prefilling", "decoding", "forked", "preempted"]) for i in range(60)}
+    lower = {"num_chunks": rng.randint(20, 80), "store": MemoryStore(), "slow": rng} if is_tiered else {}
+    harness = Harness(num_blocks=40, max_sequences=8, **lower)  # type: ignore[arg-type]
+    states = ["queued", "prefilling", "decoding", "forked", "preempted", *(["restoring"] if is_tiered else [])]
+    wanted = {f"r{i}": states[i // 2 % len(states)] for i in range(60)}
     cancelled: Counter[str] = Counter()
     waiting = list(wanted)
-    while waiting or not harness.engine.is_idle:
+    while waiting or not (harness.engine.is_idle and harness.engine.cache.is_settled):
+        if is_tiered and rng.random() < 0.02:
+            harness.device.drop_cache()
         if waiting and rng.random() < 0.4:
             name = waiting.pop(0)
             n = rng.choice([2, 4]) if wanted[name] == "forked" else rng.choice([1, 1, 2])
@@ -76,6 +88,7 @@ def test_cancelling_in_every_state_returns_every_count(seed: int) -> None:
     assert aborted
     assert sum(cancelled.values()) >= 10
     assert len(cancelled) >= 4, cancelled
+    assert not is_tiered or harness.engine.cache.disk.stats.hit_tokens + harness.engine.cache.host.stats.hit_tokens
     harness.assert_idle_books()
 
 

@@ -164,19 +164,6 @@ def test_the_least_recently_used_leaf_goes_first_and_held_ones_stay() -> None:
     device.check()
 
 
-def test_pins_keep_a_path_and_have_a_limit() -> None:
-    device, owner = tier(), Resources("a")
-    compute(device, owner, list(range(16)))
-    owner.release()
-    nodes = device.lookup([*range(16), 0], "").nodes
-    assert not device.pin(nodes, limit=3)
-    assert device.pin(nodes[:2], limit=3)
-    assert device.drop_cache() == 2
-    device.unpin(nodes[:2])
-    assert device.drop_cache() == 2
-    assert device.blocks.num_free == device.num_usable_blocks
-
-
 def test_a_checkpoint_about_to_be_copied_never_makes_room_for_its_own_reader() -> None:
     device, owner = tier(RECURRENT, num_slots=3), Resources("a")
     compute(device, owner, list(range(8)), checkpoints=(8,))
@@ -200,20 +187,20 @@ class Tree(RuleBasedStateMachine):
         self.next_block = 0
 
     def _walk(self, path: tuple[int, ...]):
-        return self.tree.walk(self.tree.root(b"r" * 32), iter([bytes([step]) for step in path]))
+        return self.tree.walk(self.tree.root(b"r" * 32, ""), iter([bytes([step]) for step in path]))
 
     @rule(target=paths, path=st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple))
     def insert(self, path: tuple[int, ...]):
-        parent, made = self.tree.root(b"r" * 32), []
+        parent, made = self.tree.root(b"r" * 32, ""), []
         for depth in range(1, len(path) + 1):
             tokens = bytes([path[depth - 1]])
             node = self.tree.child(parent, tokens)
             if node is None:
-                node = self.tree.insert(parent, tokens, self.next_block)
+                node = self.tree.add(parent, tokens)
+                assert node is not None
+                self.tree.attach(node, self.next_block)
                 self.next_block += 1
-            else:
-                self.tree.hold(node)
-            assert node is not None
+            self.tree.hold(node)
             self.known[path[:depth]] = node
             self.held[path[:depth]] = self.held.get(path[:depth], 0) + 1
             made.append(node)
@@ -232,7 +219,10 @@ class Tree(RuleBasedStateMachine):
         free = [path for path, count in self.held.items() if count == 0]
         leaves = [path for path in free if not any(p[:-1] == path for p in self.known)]
         expected = min(leaves, key=lambda path: self.known[path].last_use)  # type: ignore[attr-defined]
-        assert self.tree.pop_oldest() is self.known[expected]
+        node = self.tree.pop_oldest()
+        assert node is self.known[expected]
+        self.tree.detach(node)
+        assert self.tree.prune(node) == [node]
         del self.known[expected], self.held[expected]
 
     @invariant()

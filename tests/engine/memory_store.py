@@ -1,0 +1,59 @@
+"""A record store in memory, for tests of everything above it: it checks what it is given, and fails when told to."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
+
+
+class MemoryStore:
+    """What a disk would hold. `fails` is asked before each read and write; what it raises is what happens."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, tuple[RecordHead, RecordRef, bytes]] = {}
+        self.takes_writes = True
+        self.fails: Callable[[str, RecordHead], Exception | None] = lambda what, head: None
+        self.num_reads = 0
+        self._generation = 0
+
+    @property
+    def usage_bytes(self) -> int:
+        return sum(ref.stored_bytes for _, ref, _ in self.records.values())
+
+    def entries(self) -> Iterator[StoredRecord]:
+        by_depth = sorted(self.records.values(), key=lambda record: (record[0].depth, record[0].kind))
+        for head, ref, _ in by_depth:
+            yield StoredRecord(head, ref, ref.generation)
+
+    def write(self, records: Sequence[tuple[RecordHead, memoryview]]) -> list[RecordRef]:
+        for head, _ in records:
+            error = self.fails("write", head)
+            if error is not None:
+                raise error
+        refs: list[RecordRef] = []
+        for head, image in records:
+            assert head.depth >= 1
+            assert head.kind is RecordKind.CHECKPOINT or head.tokens
+            self._generation += 1
+            ref = RecordRef(0, self._generation * 4096, len(image), self._generation)
+            self.records[ref.generation] = (head, ref, bytes(image))
+            refs.append(ref)
+        return refs
+
+    def read(self, requests: Sequence[tuple[RecordHead, RecordRef, memoryview]]) -> list[Exception | None]:
+        return [self._read(*request) for request in requests]
+
+    def delete(self, refs: Sequence[RecordRef]) -> None:
+        for ref in refs:
+            del self.records[ref.generation]
+
+    def _read(self, head: RecordHead, ref: RecordRef, target: memoryview) -> Exception | None:
+        self.num_reads += 1
+        error = self.fails("read", head)
+        if error is not None:
+            return error
+        if ref.generation not in self.records:
+            return OSError("gone")
+        known, _, image = self.records[ref.generation]
+        assert known == head, "a reference of another record"
+        target[:] = image
+        return None

@@ -1,0 +1,231 @@
+"""Bringing a prefix back to the device: planned whole, carried out by I/O threads, taken into the tree when it is there.
+
+A restore owns what it needs (the path above, fresh blocks, a slot, the copies it reads) until its last byte has arrived
+or failed, whatever becomes of the requests that wait for it. What has arrived is then cached like any prefix, from the
+first block on, up to the first that failed; a record that failed is quarantined. Only then do the waiting requests look
+again: they find more on the device, or compute.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tiers.device import DeviceTier, Match
+from tiers.disk import DiskTier
+from tiers.host import HostTier
+from tiers.mover import Job, Mover, Priority
+from tiers.records import RecordHead, RecordKind, RecordRef
+from tiers.resources import Resources
+from tiers.transfer import Fence, Transfer
+from tiers.tree import Node
+
+JOB_BYTES = 16 << 20  # of images read in one job, so that several threads share a restore
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One image on its way: from the host's chunks, or else from a record, to a block or a slot of the device."""
+
+    node: Node
+    is_state: bool
+    target: int  # block or slot id
+    chunks: tuple[int, ...] | None
+    record: tuple[RecordHead, RecordRef] | None
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A prefix on its way. `tokens` by tier count what came from there, once it is done."""
+
+    resources: Resources
+    target: Node
+    loads: tuple[Load, ...]
+    pending: int  # jobs
+    failed: dict[Load, str] = field(default_factory=dict[Load, str])
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    is_done: bool = False
+
+
+class Restorer:
+    """Owns the restores in flight."""
+
+    def __init__(
+        self,
+        device: DeviceTier,
+        transfer: Transfer,
+        mover: Mover,
+        *,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        forget: Callable[[list[Node]], None],
+    ) -> None:
+        self.device = device
+        self.transfer = transfer
+        self.mover = mover
+        self.host = host
+        self.disk = disk
+        self.forget = forget
+        self.in_flight: dict[Node, Restore] = {}  # by the node it ends at
+        self._num_started = 0
+
+    def owners(self) -> list[Resources]:
+        """For the ledger and the idle proof."""
+        return [restore.resources for restore in self.in_flight.values()]
+
+    def needs(self, match: Match) -> tuple[int, int]:
+        """Blocks and slots that restoring the match's deeper part takes."""
+        assert match.deeper is not None
+        blocks = sum(node.block_id is None for node in match.deeper.nodes)
+        return blocks, int(bool(self.device.layout.slots) and match.deeper.nodes[-1].checkpoint is None)
+
+    def start(self, match: Match) -> Restore:
+        """Begins to load the match's deeper part, or joins a restore that ends at the same node.
+
+        The caller has checked that the blocks and the slot it `needs` are available.
+        """
+        assert match.deeper is not None
+        target = match.deeper.nodes[-1]
+        if target in self.in_flight:
+            return self.in_flight[target]
+        self._num_started += 1
+        resources = Resources(f"restore:{self._num_started}")
+        missing = [node for node in match.deeper.nodes if node.block_id is None]
+        resident = [*match.nodes, *(node for node in match.deeper.nodes if node.block_id is not None)]
+        if resident:
+            self.device.hold_path(resources, resident[-1])
+        num_blocks, num_slots = self.needs(match)
+        blocks = self.device.take_blocks(resources, num_blocks)
+        loads = [self._load(resources, node, block, is_state=False) for node, block in zip(missing, blocks, strict=True)]
+        if num_slots:
+            loads.append(self._load(resources, target, self.device.take_slot(resources), is_state=True))
+        restore = Restore(resources, target, tuple(loads), pending=0)
+        self.in_flight[target] = restore
+        self._submit(restore)
+        return restore
+
+    def _load(self, resources: Resources, node: Node, target: int, *, is_state: bool) -> Load:
+        copy, ref = (node.host_state, node.disk_state) if is_state else (node.host_block, node.disk_block)
+        if copy is not None:
+            assert self.host is not None
+            self.host.hold(resources, copy)
+            return Load(node, is_state, target, copy.chunks, None)
+        assert ref is not None
+        assert self.disk is not None
+        kind = RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK
+        return Load(node, is_state, target, None, (self.disk.head(node, kind), ref))
+
+    def _submit(self, restore: Restore) -> None:
+        fence = self.transfer.fence()
+        from_host = [load for load in restore.loads if load.chunks is not None]
+        from_disk = [load for load in restore.loads if load.record is not None]
+        layout = self.device.layout
+        batches: list[list[Load]] = [from_host] if from_host else []
+        size = JOB_BYTES
+        for load in from_disk:
+            num_bytes = layout.slot_bytes if load.is_state else layout.block_bytes
+            if size + num_bytes > JOB_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append(load)
+            size += num_bytes
+        restore.pending = len(batches)
+        for batch in batches:
+            self.mover.submit(self._job(restore, batch, fence))
+
+    def _job(self, restore: Restore, batch: Sequence[Load], fence: Fence) -> Job:
+        failures: dict[Load, str] = {}
+        took_s = 0.0
+
+        def work() -> None:
+            nonlocal took_s
+            began = time.perf_counter()
+            if batch[0].chunks is not None:
+                self._from_host(batch, fence)
+            else:
+                failures.update(self._from_disk(batch, fence))
+            took_s = time.perf_counter() - began
+
+        def done(error: Exception | None) -> None:
+            restore.failed.update(failures if error is None else dict.fromkeys(batch, str(error) or repr(error)))
+            restore.pending -= 1
+            if batch[0].record is not None and self.disk is not None:
+                stats = self.disk.stats
+                stats.reads += len(batch)
+                stats.read_s += took_s
+                stats.read_bytes += sum(load.record[1].stored_bytes for load in batch if load.record is not None)
+            if restore.pending == 0:
+                self._finish(restore)
+
+        return Job(Priority.RESTORE, work, done)
+
+    def _from_host(self, batch: Sequence[Load], fence: Fence) -> None:
+        for load in batch:
+            assert load.chunks is not None
+            if load.is_state:
+                self.transfer.slot_to_device(load.chunks, load.target, fence)
+            else:
+                self.transfer.block_to_device(load.chunks[0], load.target, fence)
+
+    def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, str]:
+        assert self.disk is not None
+        images = [self.transfer.image(load.target, is_state=load.is_state) for load in batch]
+        landings = images if self.transfer.is_direct else self.transfer.staging([image.nbytes for image in images])
+        requests = [
+            (*load.record, memoryview(landing.numpy()))
+            for load, landing in zip(batch, landings, strict=True)
+            if load.record is not None
+        ]
+        failures: dict[Load, str] = {}
+        for load, image, landing, error in zip(batch, images, landings, self.disk.store.read(requests), strict=True):
+            if error is not None:
+                failures[load] = str(error)
+            elif not self.transfer.is_direct:
+                self.transfer.copy(image, landing, fence)
+        return failures
+
+    def _finish(self, restore: Restore) -> None:
+        """What has arrived becomes the tree's, from the first block on; the rest goes back."""
+        device, size = self.device, self.device.layout.block_size
+        is_whole = True
+        for load in restore.loads:
+            node = load.node
+            if load in restore.failed:
+                is_whole = False
+                self._quarantine(load, restore.failed[load])
+            elif not is_whole or node.parent is None:  # unlinked meanwhile: another record of its path was damaged
+                is_whole = False
+            elif load.is_state:
+                if node.checkpoint is None:
+                    device.give_checkpoint(restore.resources, node, load.target)
+            elif node.block_id is None:  # else someone computed it meanwhile, and the tree's copy wins
+                device.attach(restore.resources, node, load.target)
+                if load.chunks is not None:
+                    restore.host_tokens += size
+                else:
+                    restore.disk_tokens += size
+        self._count(restore)
+        del self.in_flight[restore.target]
+        restore.is_done = True
+        restore.resources.release()
+
+    def _quarantine(self, load: Load, reason: str) -> None:
+        """A record that could not be read is no copy any more; whatever that leaves without bytes is forgotten."""
+        node = load.node
+        if node.parent is None or load.record is None or self.disk is None:
+            return
+        if load.is_state and node.disk_state == load.record[1]:
+            self.disk.quarantine_state(node, reason)
+        elif not load.is_state and node.disk_block == load.record[1]:
+            self.disk.quarantine_block(node, reason)
+            if not node.has_block:
+                self.forget(self.device.tree.prune(node))
+
+    def _count(self, restore: Restore) -> None:
+        if self.host is not None:
+            self.host.stats.hit_tokens += restore.host_tokens
+            self.host.stats.read_bytes += sum(
+                len(load.chunks) * self.host.chunk_bytes for load in restore.loads if load.chunks is not None
+            )
+        if self.disk is not None:
+            self.disk.stats.hit_tokens += restore.disk_tokens

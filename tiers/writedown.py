@@ -1,0 +1,311 @@
+"""Writing down what is worth keeping: behind the steps, in path order, within bounds.
+
+A prefix is offered when an admitted checkpoint covers it (for a model without slots: when a chunk commits). Offers are
+remembered, not held: each is turned into batches when there is room for dirty bytes and the rate allows, from wherever
+its blocks are by then. A batch holds what it reads until its job is done. Nothing here is ever awaited by a step; what
+cannot be written is dropped and counted.
+
+With a host tier an image goes there first and to disk from there. Without one it goes to disk from the device.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tiers.device import DeviceTier
+from tiers.disk import DiskTier
+from tiers.host import HostTier
+from tiers.mover import Job, Mover, Priority
+from tiers.records import RecordHead, RecordKind, RecordRef
+from tiers.resources import Resources
+from tiers.transfer import Fence, Transfer
+from tiers.tree import Node
+
+MAX_OFFERS = 1024  # remembered at a time
+BATCH_BYTES = 32 << 20  # of images written and committed together
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLimits:
+    """Bounds of the traffic."""
+
+    dirty_bytes: int  # held by batches that are not committed
+    bytes_per_s: int | None
+
+
+@dataclass(slots=True)
+class WriteStats:
+    """Counters since start-up."""
+
+    dropped_offers: int = 0  # no room to remember them, or their bytes were gone before their turn
+    failed_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One image on its way down."""
+
+    node: Node
+    is_state: bool
+    source: int | None  # block or slot id; None where the host has it already
+    chunks: tuple[int, ...] | None  # of the host tier, to be filled or to be read
+    head: RecordHead | None  # None: to the host tier only
+
+    @property
+    def fills_host(self) -> bool:
+        return self.source is not None and self.chunks is not None
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Images written together; `refs` are those of the writes with a head, once they are committed."""
+
+    resources: Resources
+    writes: tuple[Write, ...]
+    num_bytes: int
+    refs: list[RecordRef] = field(default_factory=list[RecordRef])
+    took_s: float = 0.0
+
+
+class WriteDown:
+    """Owns the offers and the batches in flight."""
+
+    def __init__(
+        self,
+        device: DeviceTier,
+        transfer: Transfer,
+        mover: Mover,
+        *,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        limits: WriteLimits,
+    ) -> None:
+        self.device = device
+        self.transfer = transfer
+        self.mover = mover
+        self.host = host
+        self.disk = disk
+        self.limits = limits
+        self.stats = WriteStats()
+        self.dirty_bytes = 0
+        self._offers: OrderedDict[Node, None] = OrderedDict()
+        self._in_flight: list[Batch] = []
+        self._on_the_way: set[tuple[Node, bool]] = set()  # what they write; bool: the checkpoint
+        self._num_batches = 0
+        self._allowance = 0.0  # bytes that the rate still allows now
+        self._allowed_at: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is offered, nothing on its way."""
+        return not self._offers and not self._in_flight and not (self.disk is not None and self.disk.garbage)
+
+    def owners(self) -> list[Resources]:
+        """For the ledger and the idle proof."""
+        return [batch.resources for batch in self._in_flight]
+
+    def offer(self, node: Node) -> None:
+        """The path down to `node`, and the checkpoint there if it has one, are worth writing."""
+        self._offers[node] = None
+        self._offers.move_to_end(node)
+        if len(self._offers) > MAX_OFFERS:
+            self._offers.popitem(last=False)
+            self.stats.dropped_offers += 1
+
+    def pump(self, now: float) -> None:
+        """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
+        self._refill(now)
+        while self._offers and self.dirty_bytes < self.limits.dirty_bytes and self._allowance > 0:
+            node = next(iter(self._offers))
+            batch = self._plan(node)
+            if batch is None:
+                del self._offers[node]
+                continue
+            self._in_flight.append(batch)
+            self.dirty_bytes += batch.num_bytes
+            self._allowance -= batch.num_bytes
+            self.mover.submit(self._job(batch))
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Has the records deleted that no node has any more."""
+        if self.disk is None or not self.disk.garbage:
+            return
+        refs, store = self.disk.take_garbage(), self.disk.store
+        self.mover.submit(Job(Priority.CLEAN_UP, lambda: store.delete(refs), _ignore))
+
+    def is_written(self, node: Node) -> bool:
+        """The path to `node`, and its checkpoint if it has one, are in the lowest tier."""
+        if self.disk is not None:
+            return all(above.disk_block is not None for above in node.path()) and (
+                not node.has_state or node.disk_state is not None
+            )
+        return all(above.host_block is not None for above in node.path()) and (
+            not node.has_state or node.host_state is not None
+        )
+
+    def _refill(self, now: float) -> None:
+        rate = self.limits.bytes_per_s
+        if rate is None:
+            self._allowance = float(BATCH_BYTES)
+            return
+        elapsed = 1.0 if self._allowed_at is None else now - self._allowed_at
+        self._allowance = min(self._allowance + elapsed * rate, float(rate))
+        self._allowed_at = now
+
+    def _plan(self, node: Node) -> Batch | None:
+        """The next batch of an offer; None where nothing is left to write or its bytes are gone."""
+        if node.parent is None or (self.host is None and (self.disk is None or not self.disk.takes_writes)):
+            self.stats.dropped_offers += 1
+            return None
+        wanted = [(above, False) for above in node.path() if not self._has_block(above)]
+        if node.has_state and not self._has_state(node):
+            wanted.append((node, True))
+        self._num_batches += 1
+        resources = Resources(f"write:{self._num_batches}")
+        writes: list[Write] = []
+        num_bytes = 0
+        for above, is_state in wanted:
+            if (above, is_state) in self._on_the_way:
+                continue
+            if above.parent is None:
+                break  # went to make room in the host tier
+            size = self.device.layout.slot_bytes if is_state else self.device.layout.block_bytes
+            if writes and num_bytes + size > BATCH_BYTES:
+                break
+            write = self._write(resources, above, is_state=is_state)
+            if write is None:
+                break
+            writes.append(write)
+            num_bytes += size
+        if not writes:
+            resources.release()
+            return None
+        deepest = max((write.node for write in writes if write.source is not None), key=lambda n: n.depth, default=None)
+        if deepest is not None:
+            self.device.hold_path(resources, deepest)
+        for write in writes:
+            if write.source is not None and write.is_state:
+                self.device.hold_state(resources, write.node)
+        self._on_the_way.update((write.node, write.is_state) for write in writes)
+        return Batch(resources, tuple(writes), num_bytes)
+
+    def _has_block(self, node: Node) -> bool:
+        return (node.disk_block if self._to_disk else node.host_block) is not None
+
+    def _has_state(self, node: Node) -> bool:
+        return (node.disk_state if self._to_disk else node.host_state) is not None
+
+    @property
+    def _to_disk(self) -> bool:
+        return self.disk is not None and self.disk.takes_writes
+
+    def _write(self, resources: Resources, node: Node, *, is_state: bool) -> Write | None:
+        """One image's way down; None where its bytes are nowhere to be had, or nowhere to go."""
+        source = node.checkpoint if is_state else node.block_id
+        copy = node.host_state if is_state else node.host_block
+        head = None
+        if self.disk is not None and self._to_disk:
+            head = self.disk.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK)
+        if copy is not None and self.host is not None:
+            self.host.hold(resources, copy)
+            return Write(node, is_state, None, copy.chunks, head)
+        if source is None:
+            return None
+        chunks = None
+        if self.host is not None:
+            size = self.device.layout.slot_bytes if is_state else self.device.layout.block_bytes
+            chunks = self.host.take_for(resources, self.host.chunks_for(size))
+        if chunks is None and head is None:
+            return None
+        return Write(node, is_state, source, chunks, head)
+
+    def _job(self, batch: Batch) -> Job:
+        fence = self.transfer.fence()
+        disk = self.disk
+        garbage: list[RecordRef] = []
+        if disk is not None and any(write.head is not None for write in batch.writes):
+            disk.make_room(batch.num_bytes, len(batch.writes))  # where it cannot, the store says that it is full
+            garbage = disk.take_garbage()
+
+        def work() -> None:
+            began = time.perf_counter()
+            if disk is not None and garbage:
+                disk.store.delete(garbage)
+            images = self._images(batch.writes, fence)
+            if disk is not None:
+                heads = [(write.head, memoryview(image.numpy())) for write, image in zip(batch.writes, images, strict=True)]
+                batch.refs = disk.store.write([(head, image) for head, image in heads if head is not None])
+            batch.took_s = time.perf_counter() - began
+
+        return Job(Priority.WRITE_DOWN, work, lambda error: self._done(batch, error))
+
+    def _images(self, writes: Sequence[Write], fence: Fence) -> list[torch.Tensor]:
+        """Each image as one host buffer, after what is to stay in the host tier has been copied there."""
+        layout, transfer = self.device.layout, self.transfer
+        images: list[torch.Tensor] = []
+        for write in writes:
+            size = layout.slot_bytes if write.is_state else layout.block_bytes
+            if write.fills_host:
+                assert write.chunks is not None
+                assert write.source is not None
+                if write.is_state:
+                    transfer.slot_to_host(write.source, write.chunks, fence)
+                else:
+                    transfer.block_to_host(write.source, write.chunks[0], fence)
+            images.append(self._image(write, size, fence))
+        return images
+
+    def _image(self, write: Write, size: int, fence: Fence) -> torch.Tensor:
+        transfer = self.transfer
+        if write.chunks is not None and len(write.chunks) == 1:
+            return transfer.chunk(write.chunks[0], size)
+        if write.source is not None and transfer.is_direct:
+            return transfer.image(write.source, is_state=write.is_state)
+        gathered = torch.empty(size, dtype=torch.uint8)
+        if write.chunks is not None:
+            transfer.gather(write.chunks, gathered)
+        else:
+            assert write.source is not None
+            transfer.copy(gathered, transfer.image(write.source, is_state=write.is_state), fence)
+        return gathered
+
+    def _done(self, batch: Batch, error: Exception | None) -> None:
+        self._in_flight.remove(batch)
+        self.dirty_bytes -= batch.num_bytes
+        self._on_the_way.difference_update((write.node, write.is_state) for write in batch.writes)
+        if error is None:
+            self._commit(batch)
+        else:
+            self.stats.failed_batches += 1
+            if self.disk is not None:
+                self.disk.write_failed(len(batch.writes), error)
+            for write in batch.writes:
+                self._offers.pop(write.node, None)
+        batch.resources.release()
+
+    def _commit(self, batch: Batch) -> None:
+        """The images' new places become known, of those that are still in the tree."""
+        refs = iter(batch.refs)
+        for write in batch.writes:
+            node, ref = write.node, next(refs) if write.head is not None else None
+            is_linked = node.parent is not None
+            if write.fills_host and self.host is not None and write.chunks is not None and is_linked:
+                if (node.host_state if write.is_state else node.host_block) is None:
+                    self.host.give(batch.resources, node, write.chunks, is_state=write.is_state)
+            if ref is None or self.disk is None:
+                continue
+            if not is_linked or not self.disk.take_in(node, ref, is_state=write.is_state):
+                self.disk.garbage.append(ref)
+        if self.disk is not None and batch.refs:
+            stats = self.disk.stats
+            stats.writes += len(batch.refs)
+            stats.written_bytes += sum(ref.stored_bytes for ref in batch.refs)
+            stats.write_s += batch.took_s
+
+
+def _ignore(error: Exception | None) -> None:
+    """A record that could not be deleted stays the store's own concern, which counts it."""
