@@ -4,7 +4,7 @@ Everything here is called by the thread that owns the books; bytes move on the m
 alone has the same cache with no tier below: nothing is ever restored, written down or swapped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiers.device import DeviceTier, Match
@@ -17,6 +17,14 @@ from tiers.swap import Swapped, Swapper
 from tiers.transfer import Transfer
 from tiers.tree import Node
 from tiers.writedown import WriteDown, WriteLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Load or compute, and why not to load."""
+
+    is_worth: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,16 @@ class TieredCache:
         self.mover = mover
         self.restorer = Restorer(device, transfer, mover, host=self.host, disk=self.disk, forget=self.forget)
         self.writedown = WriteDown(device, transfer, mover, host=self.host, disk=self.disk, limits=limits)
+        self.host_refusals = 0  # hits not loaded from there because computing was faster
+        self.disk_refusals = 0
         self.swapper = Swapper(device, self.host, transfer) if self.host is not None else None
         device.forget = self.forget
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers there are, fastest first."""
+        host, disk = ("host",) if self.host is not None else (), ("disk",) if self.disk is not None else ()
+        return ("device", *host, *disk)
 
     @property
     def is_settled(self) -> bool:
@@ -52,8 +68,14 @@ class TieredCache:
         """Transfers keep blocks on the device that will be free again without anybody's doing."""
         return bool(self.restorer.in_flight) or not self.writedown.is_idle
 
-    def poll(self, now: float) -> None:
-        """Takes in what has arrived, and plans what may be written next."""
+    def poll(self, now: float, unix_s: float) -> None:
+        """Takes in what has arrived, and plans what may be written next.
+
+        Args:
+            now: seconds of a clock that only grows.
+            unix_s: seconds since the epoch, for what outlives the process.
+        """
+        self.device.tree.time_s = unix_s
         self.mover.poll()
         self.writedown.pump(now)
 
@@ -62,9 +84,40 @@ class TieredCache:
         if self.host is not None or self.disk is not None:
             self.writedown.offer(node)
 
-    def wants(self, match: Match) -> bool:
-        """There is more below the device, and loading it is worth while."""
-        return match.deeper is not None
+    def weigh(self, match: Match, compute_s: Callable[[int, int], float]) -> Choice:
+        """Whether to load what is below the device, or to compute it.
+
+        Args:
+            compute_s: seconds that positions [start, end) of a prompt take here; 0 where that is not known yet.
+        """
+        if match.deeper is None:
+            return Choice(False, "nothing is below")
+        return Choice(True, "")
+
+    def block_bytes_in(self, node: Node) -> int:
+        """Bytes to be moved for a node's block, from its fastest tier; on the device, as it lies there."""
+        if node.block_id is not None or node.host_block is not None or node.disk_block is None:
+            return self.device.layout.block_bytes
+        return node.disk_block.stored_bytes
+
+    def state_bytes_in(self, node: Node) -> int:
+        """The same for its checkpoint."""
+        if node.checkpoint is not None or node.host_state is not None or node.disk_state is None:
+            return self.device.layout.slot_bytes
+        return node.disk_state.stored_bytes
+
+    def load_s(self, tier: str, num_bytes: int) -> float:
+        """Seconds that bytes take from a tier to the device, as far as has been seen; 0 where nothing was."""
+        stats = {"host": self.host and self.host.stats, "disk": self.disk and self.disk.stats}.get(tier)
+        if not stats or not stats.read_bytes:
+            return 0.0
+        return num_bytes * stats.read_s / stats.read_bytes
+
+    def written(self) -> tuple[int, int]:
+        """Records and bytes written to disk since start-up; to the host tier where there is no disk."""
+        if self.disk is not None:
+            return self.disk.stats.writes, self.disk.stats.written_bytes
+        return (self.host.stats.writes, self.host.stats.written_bytes) if self.host is not None else (0, 0)
 
     def swap_out(
         self, owner: str, block_ids: Sequence[int], nodes: Sequence[Node], slot: int, computed_len: int
@@ -97,8 +150,10 @@ class TieredCache:
         return self.restorer.owners() + self.writedown.owners()
 
     def close(self) -> None:
-        """Ends the transfers; waits for those that have begun."""
+        """Ends the transfers, waiting for those that have begun, and gives the disk back."""
         self.mover.close()
+        if self.disk is not None:
+            self.disk.store.close()
 
     def check(self) -> None:
         """Raises AssertionError where the books of a tier, or two tiers', disagree."""

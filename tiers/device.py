@@ -111,8 +111,7 @@ class DeviceTier:
         size = self.layout.block_size
         start = after.depth * size if after is not None else 0
         last = (len(token_ids) - 1) // self.grid * self.grid  # the largest grid position below the end
-        root = after or self.tree.root(self._root_key(namespace), namespace)
-        path = self.tree.walk(root, self._block_tokens(token_ids, start, len(token_ids) // self.grid * self.grid))
+        path = self.walk(token_ids, namespace, after)
         known_len = (start + len(path) * size) // self.grid * self.grid
         num_here = next((i for i, node in enumerate(path) if node.block_id is None), len(path))
 
@@ -141,6 +140,12 @@ class DeviceTier:
         else:
             end = MatchEnd.UNKNOWN
         return Match(tuple(path[:num_resumed]), resume_len, known_len, end, deeper)
+
+    def walk(self, token_ids: Sequence[int], namespace: str, after: Node | None = None) -> list[Node]:
+        """The known path of a prompt beyond `after`, wherever its bytes are, up to the prompt's last grid position."""
+        start = after.depth * self.layout.block_size if after is not None else 0
+        root = after or self.tree.root(self._root_key(namespace), namespace)
+        return self.tree.walk(root, self._block_tokens(token_ids, start, len(token_ids) // self.grid * self.grid))
 
     def hold_prefix(self, resources: Resources, match: Match) -> list[int]:
         """Makes a sequence a holder of the matched blocks; returns their ids in order."""
@@ -209,6 +214,7 @@ class DeviceTier:
         """A private block becomes the tree's, which has none on the device; its owner goes on holding it."""
         self.blocks.share(block_id)  # the tree's own
         self.tree.attach(node, block_id)
+        self.tree.charge(node, self.layout.block_bytes)
         self.tree.hold(node)
         resources.swap("block", block_id, block_id, lambda: self._release_node(node))
 
@@ -221,14 +227,14 @@ class DeviceTier:
                 return None
             self._evict_checkpoint()
         (slot_id,) = self.slots.take(1)
-        self.tree.set_checkpoint(node, slot_id)
+        self._set_checkpoint(node, slot_id)
         return slot_id
 
     def give_checkpoint(self, resources: Resources, node: Node, slot_id: int) -> None:
         """A slot that `resources` holds becomes the node's checkpoint."""
         self.slots.share(slot_id)
         resources.drop("slot", slot_id)
-        self.tree.set_checkpoint(node, slot_id)
+        self._set_checkpoint(node, slot_id)
 
     def hold_path(self, resources: Resources, node: Node) -> None:
         """Keeps a node and all above it on the device."""
@@ -255,7 +261,9 @@ class DeviceTier:
         for node in self.tree.nodes():
             if node.block_id is not None:
                 refs = self.blocks.refs(node.block_id)
-                assert refs == 1 + node.holders, f"block {node.block_id}: {refs} owners, {node.holders} holders, the tree"
+                assert refs == 1 + node.holders, (
+                    f"block {node.block_id}: {refs} owners, {node.holders} holders, the tree"
+                )
             assert node.checkpoint is None or self.slots.refs(node.checkpoint) == 1
         assert self.blocks.num_held >= self.tree.num_cached + len(self.reserved_blocks)
 
@@ -298,14 +306,28 @@ class DeviceTier:
         self.tree.unhold(node)
         self.blocks.release(_block_of(node))
 
+    def drop_block(self, node: Node) -> None:
+        """Takes an evictable node's block, and its checkpoint, off the device. It may be nowhere then."""
+        if node.checkpoint is not None:
+            self.drop_checkpoint(node)
+        self.tree.charge(node, -self.layout.block_bytes)
+        self.blocks.release(self.tree.detach(node))
+        self.stats.evicted_blocks += 1
+
+    def drop_checkpoint(self, node: Node) -> None:
+        """Takes a node's checkpoint off the device."""
+        self.tree.charge(node, -self.layout.slot_bytes)
+        self.slots.release(self.tree.clear_checkpoint(node))
+        self.stats.evicted_checkpoints += 1
+
+    def _set_checkpoint(self, node: Node, slot_id: int) -> None:
+        self.tree.set_checkpoint(node, slot_id)
+        self.tree.charge(node, self.layout.slot_bytes)
+
     def _evict_block(self) -> None:
         node = self.tree.pop_oldest()
         assert node is not None, "more blocks wanted than can be had"
-        if node.checkpoint is not None:
-            self.slots.release(self.tree.clear_checkpoint(node))
-            self.stats.evicted_checkpoints += 1
-        self.blocks.release(self.tree.detach(node))
-        self.stats.evicted_blocks += 1
+        self.drop_block(node)
         if not node.has_block:
             self.stats.lost_blocks += 1
             self.forget(self.tree.prune(node))
@@ -313,8 +335,7 @@ class DeviceTier:
     def _evict_checkpoint(self, keep: Node | None = None) -> None:
         node = self.tree.oldest_checkpoint(keep)
         assert node is not None, "more slots wanted than can be had"
-        self.slots.release(self.tree.clear_checkpoint(node))
-        self.stats.evicted_checkpoints += 1
+        self.drop_checkpoint(node)
 
 
 def _has_no_other_tier(nodes: list[Node]) -> None:

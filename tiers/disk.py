@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tiers.device import DeviceTier
+from tiers.health import StoreHealth
 from tiers.keys import Provenance, block_key, root_key
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
-from tiers.tree import Node, PrefixTree
+from tiers.tree import Node
 
-RECORD_OVERHEAD_BYTES = 16 << 10  # header, alignment and row of the index, at the most
+HEADER_BYTES = 8 << 10  # of a record beside its image, at the most: header, and padding to the next sector
 
 log = logging.getLogger("downcore.tiers")
 
@@ -36,7 +38,25 @@ class RecordStore(Protocol):
         """Every committed record that this engine may read, parents before children."""
         ...
 
-    def write(self, records: Sequence[tuple[RecordHead, memoryview]]) -> list[RecordRef]:
+    @property
+    def quota_bytes(self) -> int:
+        """What `usage_bytes` never exceeds."""
+        ...
+
+    @property
+    def health(self) -> StoreHealth:
+        """For people."""
+        ...
+
+    def reserve_bytes(self, num_records: int) -> int:
+        """What a write of so many records needs of the quota beside their own bytes."""
+        ...
+
+    def touch(self, refs: Sequence[RecordRef], last_use: int) -> None:
+        """Records were used, at a second of the epoch. Cheap: it is kept with the next change."""
+        ...
+
+    def write(self, records: Sequence[tuple[RecordHead, memoryview]], *, last_use: int = 0) -> list[RecordRef]:
         """Makes images durable, all of them or none."""
         ...
 
@@ -46,6 +66,10 @@ class RecordStore(Protocol):
 
     def delete(self, refs: Sequence[RecordRef]) -> None:
         """Forgets records durably; their room comes back once nobody reads them."""
+        ...
+
+    def close(self) -> None:
+        """Gives the directory back."""
         ...
 
 
@@ -65,14 +89,26 @@ class DiskStats:
     write_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A record, and whose it is."""
+
+    node: Node
+    head: RecordHead
+    ref: RecordRef
+
+
 class DiskTier:
     """What the tree knows of the store. `garbage` are records that no node has any more, to be deleted."""
 
-    def __init__(self, tree: PrefixTree, store: RecordStore, *, fingerprint: bytes, quota_bytes: int) -> None:
-        self.tree = tree
+    def __init__(self, device: DeviceTier, store: RecordStore) -> None:
+        self.tree = device.tree
+        self._image_bytes = {
+            RecordKind.BLOCK: device.layout.block_bytes,
+            RecordKind.CHECKPOINT: device.layout.slot_bytes,
+        }
         self.store = store
-        self.fingerprint = fingerprint
-        self.quota_bytes = quota_bytes
+        self.fingerprint = device.fingerprint
         self.stats = DiskStats()
         self.garbage: list[RecordRef] = []
         self._by_use: OrderedDict[RecordRef, tuple[Node, bool]] = OrderedDict()  # oldest use first; bool: of the state
@@ -81,6 +117,16 @@ class DiskTier:
     def cached_bytes(self) -> int:
         """Bytes of the tree's records, as the quota counts them."""
         return sum(ref.stored_bytes for ref in self._by_use)
+
+    @property
+    def num_records(self) -> int:
+        """Of the tree."""
+        return len(self._by_use)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of those, what pins bind."""
+        return sum(ref.stored_bytes for ref, (node, _) in self._by_use.items() if node.pins)
 
     def head(self, node: Node, kind: RecordKind) -> RecordHead:
         """What a record of this node says of itself."""
@@ -94,6 +140,17 @@ class DiskTier:
             depth=node.depth,
             tokens=node.tokens if kind is RecordKind.BLOCK else b"",
         )
+
+    def places(self) -> list["Place"]:
+        """Every record that a node has, as it is now."""
+        kinds = {False: RecordKind.BLOCK, True: RecordKind.CHECKPOINT}
+        return [Place(node, self.head(node, kinds[is_state]), ref) for ref, (node, is_state) in self._by_use.items()]
+
+    def examine(self, places: Sequence["Place"]) -> list[Exception | None]:
+        """Reads records and forgets them again; of each, what is wrong. Called on I/O threads."""
+        scratch = [memoryview(bytearray(self._image_bytes[place.head.kind])) for place in places]
+        requests = [(place.head, place.ref, target) for place, target in zip(places, scratch, strict=True)]
+        return list(self.store.read(requests))
 
     def load(self) -> int:
         """Puts the store's committed records into an empty tree; how many. What does not fit together is garbage."""
@@ -126,6 +183,8 @@ class DiskTier:
                 self.garbage.append(ref)
             else:
                 found.append((last_use, ref, node, True))
+        for last_use, _, node, _ in found:
+            node.used_s = max(node.used_s, float(last_use))
         found.sort(key=lambda item: (item[0], item[2].depth))
         for _, ref, node, is_state in found:
             (self.set_state if is_state else self.set_block)(node, ref)
@@ -138,18 +197,22 @@ class DiskTier:
         node.disk_block = ref
         node.parent.disk_children += 1
         self._by_use[ref] = (node, False)
+        self.tree.charge(node, ref.stored_bytes)
 
     def set_state(self, node: Node, ref: RecordRef) -> None:
         """The node's checkpoint is on disk from now on."""
         assert node.disk_state is None
         node.disk_state = ref
         self._by_use[ref] = (node, True)
+        self.tree.charge(node, ref.stored_bytes)
 
     def use(self, node: Node) -> None:
         """A hit ended at this node."""
-        for ref in (node.disk_block, node.disk_state):
-            if ref is not None:
-                self._by_use.move_to_end(ref)
+        refs = [ref for ref in (node.disk_block, node.disk_state) if ref is not None]
+        for ref in refs:
+            self._by_use.move_to_end(ref)
+        if refs:
+            self.store.touch(refs, int(self.tree.time_s))
 
     def drop_block(self, node: Node) -> None:
         """Forgets the block's record, which becomes garbage. The caller looks after what hangs below."""
@@ -159,6 +222,7 @@ class DiskTier:
         if node.parent is not None:  # else it is out of the tree already
             node.parent.disk_children -= 1
         del self._by_use[ref]
+        self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
 
     def drop_state(self, node: Node) -> None:
@@ -167,6 +231,7 @@ class DiskTier:
         assert ref is not None
         node.disk_state = None
         del self._by_use[ref]
+        self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
 
     def quarantine_block(self, node: Node, reason: str) -> None:
@@ -206,8 +271,8 @@ class DiskTier:
 
     def make_room(self, image_bytes: int, num_records: int) -> bool:
         """Drops the least recently used records until these images fit, however badly they code, without garbage."""
-        num_bytes = image_bytes + num_records * RECORD_OVERHEAD_BYTES
-        free = self.quota_bytes - self.store.usage_bytes + sum(ref.stored_bytes for ref in self.garbage)
+        num_bytes = image_bytes + num_records * HEADER_BYTES + self.store.reserve_bytes(num_records)
+        free = self.store.quota_bytes - self.store.usage_bytes + sum(ref.stored_bytes for ref in self.garbage)
         while free < num_bytes:
             victim = next((item for item in self._by_use.items() if self._may_go(*item[1])), None)
             if victim is None:

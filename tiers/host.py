@@ -6,7 +6,9 @@ hangs below it here. Bytes are moved by tiers/transfer.py, ids are all that is k
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 from tiers.copies import HostCopy
 from tiers.id_pool import IdPool
@@ -20,8 +22,12 @@ class HostStats:
 
     hit_tokens: int = 0
     evicted_copies: int = 0
+    reads: int = 0
     read_bytes: int = 0
+    read_s: float = 0.0
+    writes: int = 0
     written_bytes: int = 0
+    write_s: float = 0.0
 
 
 class HostTier:
@@ -38,6 +44,11 @@ class HostTier:
     def num_cached_chunks(self) -> int:
         """Chunks of the tree's copies."""
         return sum(len(copy.chunks) for copy in self._by_use)
+
+    @property
+    def num_pinned_chunks(self) -> int:
+        """Of those, the ones that pins bind here."""
+        return sum(len(copy.chunks) for copy, (node, _) in self._by_use.items() if node.pins)
 
     def chunks_for(self, num_bytes: int) -> int:
         return -(-num_bytes // self.chunk_bytes)
@@ -56,6 +67,11 @@ class HostTier:
             resources.hold("host chunks", chunks, lambda: self._free(chunks))
         return chunks
 
+    def size_of(self, chunks: Hashable) -> int:
+        """How many chunks an owner's resources name by this id."""
+        assert isinstance(chunks, tuple)
+        return len(cast("tuple[int, ...]", chunks))
+
     def set_block(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The tree has the node's block here from now on; whoever took the chunks has given them to it."""
         assert node.host_block is None
@@ -63,12 +79,14 @@ class HostTier:
         node.host_block = HostCopy(chunks)
         node.parent.host_children += 1
         self._by_use[node.host_block] = (node, False)
+        self.tree.charge(node, len(chunks) * self.chunk_bytes)
 
     def set_state(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The same for the node's checkpoint."""
         assert node.host_state is None
         node.host_state = HostCopy(chunks)
         self._by_use[node.host_state] = (node, True)
+        self.tree.charge(node, len(chunks) * self.chunk_bytes)
 
     def give(self, resources: Resources, node: Node, chunks: tuple[int, ...], *, is_state: bool) -> None:
         """Chunks that `resources` took become the node's copy."""
@@ -97,14 +115,14 @@ class HostTier:
         node.host_block = None
         if node.parent is not None:  # else it is out of the tree already
             node.parent.host_children -= 1
-        self._forget(copy)
+        self._forget(node, copy)
 
     def drop_state(self, node: Node) -> None:
         """Forgets the node's checkpoint here."""
         copy = node.host_state
         assert copy is not None
         node.host_state = None
-        self._forget(copy)
+        self._forget(node, copy)
 
     def check(self) -> None:
         """Raises AssertionError where the arena's chunks do not add up."""
@@ -142,7 +160,8 @@ class HostTier:
             return False
         return node.block_id is not None or (not node.children and not node.has_state)
 
-    def _forget(self, copy: HostCopy) -> None:
+    def _forget(self, node: Node, copy: HostCopy) -> None:
+        self.tree.charge(node, -len(copy.chunks) * self.chunk_bytes)
         del self._by_use[copy]
         if not copy.is_busy:
             self._free(copy.chunks)

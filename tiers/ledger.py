@@ -5,6 +5,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tiers.device import DeviceTier
+from tiers.disk import DiskTier
+from tiers.host import HostTier
 from tiers.resources import Resources
 
 
@@ -47,3 +49,24 @@ def device_ledger(device: DeviceTier, owners: Sequence[Resources]) -> list[Entry
                 counts["reserved" if id_ in reserved[kind] else "astray"] += 1
         entries += [Entry(f"{kind}s", owner, count * size, count) for owner, count in sorted(counts.items())]
     return entries
+
+
+def host_ledger(host: HostTier, owners: Sequence[Resources]) -> list[Entry]:
+    """Who has each chunk of the arena. A chunk of the tree's that somebody uses counts as the tree's."""
+    size = host.chunk_bytes
+    counts: Counter[str] = Counter({"free": host.chunks.num_free, "cache": host.num_cached_chunks})
+    for resources in owners:
+        for chunks in resources.ids("host chunks"):
+            counts[resources.owner] += host.size_of(chunks)
+    counts["astray"] = host.chunks.size - counts.total()
+    return [Entry("chunks", owner, count * size, count) for owner, count in sorted(counts.items()) if count]
+
+
+def disk_ledger(disk: DiskTier) -> list[Entry]:
+    """What the quota is spent on: records of the tree, and everything else that du counts."""
+    cached, used = disk.cached_bytes, disk.store.usage_bytes
+    return [
+        Entry("records", "cache", cached, disk.num_records),
+        Entry("files", "index, log and records of others", max(0, used - cached), 1),
+        Entry("records", "free", disk.store.quota_bytes - used, 0),
+    ]

@@ -5,6 +5,7 @@ A job has two halves. `work` runs on an I/O thread and touches bytes only, which
 Reads have threads of their own, so that a slow write never keeps a restore waiting; there is one writer.
 """
 
+import contextlib
 import heapq
 import os
 import threading
@@ -95,10 +96,8 @@ class ThreadMover:
     def poll(self) -> None:
         if not self._ended:
             return
-        try:
+        with contextlib.suppress(BlockingIOError):  # a job ended just now, and its event comes to the next poll
             os.eventfd_read(self._event)
-        except BlockingIOError:
-            pass  # a job ended just now; its event comes to the next poll
         while self._ended:
             job, error = self._ended.popleft()
             self._num_pending -= 1

@@ -1,4 +1,4 @@
-"""Bringing a prefix back to the device: planned whole, carried out by I/O threads, taken into the tree when it is there.
+"""Bringing a prefix back to the device: planned whole, carried out by I/O threads, then taken into the tree.
 
 A restore owns what it needs (the path above, fresh blocks, a slot, the copies it reads) until its last byte has arrived
 or failed, whatever becomes of the requests that wait for it. What has arrived is then cached like any prefix, from the
@@ -96,7 +96,9 @@ class Restorer:
             self.device.hold_path(resources, resident[-1])
         num_blocks, num_slots = self.needs(match)
         blocks = self.device.take_blocks(resources, num_blocks)
-        loads = [self._load(resources, node, block, is_state=False) for node, block in zip(missing, blocks, strict=True)]
+        loads = [
+            self._load(resources, node, block, is_state=False) for node, block in zip(missing, blocks, strict=True)
+        ]
         if num_slots:
             loads.append(self._load(resources, target, self.device.take_slot(resources), is_state=True))
         restore = Restore(resources, target, tuple(loads), pending=0)
@@ -149,11 +151,7 @@ class Restorer:
         def done(error: Exception | None) -> None:
             restore.failed.update(failures if error is None else dict.fromkeys(batch, str(error) or repr(error)))
             restore.pending -= 1
-            if batch[0].record is not None and self.disk is not None:
-                stats = self.disk.stats
-                stats.reads += len(batch)
-                stats.read_s += took_s
-                stats.read_bytes += sum(load.record[1].stored_bytes for load in batch if load.record is not None)
+            self._count(batch, took_s)
             if restore.pending == 0:
                 self._finish(restore)
 
@@ -172,7 +170,7 @@ class Restorer:
         images = [self.transfer.image(load.target, is_state=load.is_state) for load in batch]
         landings = images if self.transfer.is_direct else self.transfer.staging([image.nbytes for image in images])
         requests = [
-            (*load.record, memoryview(landing.numpy()))
+            (*load.record, landing.numpy().data)
             for load, landing in zip(batch, landings, strict=True)
             if load.record is not None
         ]
@@ -192,7 +190,8 @@ class Restorer:
             node = load.node
             if load in restore.failed:
                 is_whole = False
-                self._quarantine(load, restore.failed[load])
+                if load.record is not None:
+                    self.set_aside(node, load.record[1], restore.failed[load])
             elif not is_whole or node.parent is None:  # unlinked meanwhile: another record of its path was damaged
                 is_whole = False
             elif load.is_state:
@@ -204,28 +203,40 @@ class Restorer:
                     restore.host_tokens += size
                 else:
                     restore.disk_tokens += size
-        self._count(restore)
+        if self.host is not None:
+            self.host.stats.hit_tokens += restore.host_tokens
+        if self.disk is not None:
+            self.disk.stats.hit_tokens += restore.disk_tokens
         del self.in_flight[restore.target]
         restore.is_done = True
         restore.resources.release()
 
-    def _quarantine(self, load: Load, reason: str) -> None:
-        """A record that could not be read is no copy any more; whatever that leaves without bytes is forgotten."""
-        node = load.node
-        if node.parent is None or load.record is None or self.disk is None:
-            return
-        if load.is_state and node.disk_state == load.record[1]:
+    def set_aside(self, node: Node, ref: RecordRef, reason: str) -> bool:
+        """A record that could not be read is no copy any more, and what that leaves without bytes is forgotten.
+
+        False where the node does not have this record any more.
+        """
+        if node.parent is None or self.disk is None:
+            return False
+        if node.disk_state == ref:
             self.disk.quarantine_state(node, reason)
-        elif not load.is_state and node.disk_block == load.record[1]:
+        elif node.disk_block == ref:
             self.disk.quarantine_block(node, reason)
             if not node.has_block:
                 self.forget(self.device.tree.prune(node))
+        else:
+            return False
+        return True
 
-    def _count(self, restore: Restore) -> None:
-        if self.host is not None:
-            self.host.stats.hit_tokens += restore.host_tokens
-            self.host.stats.read_bytes += sum(
-                len(load.chunks) * self.host.chunk_bytes for load in restore.loads if load.chunks is not None
-            )
-        if self.disk is not None:
-            self.disk.stats.hit_tokens += restore.disk_tokens
+    def _count(self, batch: Sequence[Load], took_s: float) -> None:
+        """What one job read, all of it from one tier."""
+        layout = self.device.layout
+        stats = self.host.stats if batch[0].chunks is not None and self.host is not None else None
+        if self.disk is not None and batch[0].record is not None:
+            stats = self.disk.stats
+        assert stats is not None
+        stats.reads += len(batch)
+        stats.read_s += took_s
+        for load in batch:
+            image_bytes = layout.slot_bytes if load.is_state else layout.block_bytes
+            stats.read_bytes += load.record[1].stored_bytes if load.record is not None else image_bytes

@@ -1,13 +1,14 @@
 """Bytes on their way between the device's pools and the host arena, and the views that disk records are read into.
 
-Called on I/O threads; the ids are kept in place by their owners' resources. On an accelerator a copy has a stream of its
-own: it begins after the fence, which the books' thread set when it planned the copy, and the call returns when the bytes
-have arrived. So a fence orders every copy against compute, and no buffer is used again before its copy has ended.
+Called on I/O threads; the ids are kept in place by their owners' resources. On an accelerator a copy has a stream of
+its own: it begins after the fence, which the books' thread set when it planned the copy, and the call returns when the
+bytes have arrived. So a fence orders every copy against compute, and no buffer is used again before its copy has ended.
 """
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ class Transfer:
         held: torch.Tensor | None = getattr(self._local, "buffer", None)
         if held is None or held.shape[0] < total:
             held = self._local.buffer = torch.empty(total, dtype=torch.uint8, pin_memory=not self.is_direct)
-        return list(held[:total].split(list(sizes)))
+        ends = list(accumulate(sizes))
+        return [held[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
         """Bytes of one buffer into another, arrived when this returns."""

@@ -7,6 +7,7 @@ clock, no torch.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,7 +38,8 @@ class Node:
     holders: int = 0  # sequences and transfers whose path runs through this node; held nodes are on the device
     state_holders: int = 0  # transfers that read the device's checkpoint
     pins: int = 0  # keep its records in the host or disk tier
-    last_use: int = 0
+    last_use: int = 0  # in ticks of the tree
+    used_s: float = 0.0  # the same in seconds since the epoch
     hits: int = 0
 
     @property
@@ -72,8 +74,8 @@ class Node:
     def path(self) -> list["Node"]:
         """From the first block down to this one."""
         nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
+        node = self
+        while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
@@ -88,6 +90,9 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Node] = {}
+        self._by_key: dict[bytes, Node] = {}
+        self.time_s = 0.0  # seconds since the epoch, as the owner of the tree last said
+        self.charged: Counter[str] = Counter()  # bytes of each namespace, of all tiers
         self._clock = 0
         self._by_use: list[tuple[int, int, Node]] = []  # heap of (last_use, serial, node); entries may be stale
         self._serial = 0
@@ -129,9 +134,13 @@ class PrefixTree:
         if parent.parent is None:
             assert self._roots.setdefault(parent.key, parent) is parent, "two roots with one key"
         self.num_nodes += 1
-        self._clock += 1
-        node.last_use = self._clock
+        self._by_key.setdefault(key, node)  # where a key is not unique, one of its nodes cannot be named, no more
+        self._tick(node)
         return node
+
+    def find(self, key: bytes) -> Node | None:
+        """The node of this key, for those who name a prefix by it. Whoever matches a prompt compares tokens instead."""
+        return self._by_key.get(key)
 
     def attach(self, node: Node, block_id: int) -> None:
         """The node's block is on the device from now on; its parent's already is."""
@@ -158,7 +167,7 @@ class PrefixTree:
         return block_id
 
     def prune(self, node: Node) -> list[Node]:
-        """Unlinks a node that is not on the device, with all below it; the caller gives back what they have elsewhere."""
+        """Unlinks a node that is not on the device, with all below; the caller gives back what they have elsewhere."""
         pruned: list[Node] = []
         stack = [node]
         while stack:
@@ -172,6 +181,8 @@ class PrefixTree:
         del parent.children[node.key]
         for below in pruned:
             self.num_pinned -= below.pins > 0
+            if self._by_key.get(below.key) is below:
+                del self._by_key[below.key]
             below.children = {}
             below.parent = None
         self.num_nodes -= len(pruned)
@@ -281,9 +292,19 @@ class PrefixTree:
             assert not node.is_cached or not any(child.holders for child in node.children.values())
             assert not node.is_evictable or id(node) in offered, "an evictable node would never be evicted"
 
-    def _touch(self, node: Node) -> None:
+    def charge(self, node: Node, num_bytes: int) -> None:
+        """A tier has so many bytes more of the node, or fewer."""
+        self.charged[node.namespace] += num_bytes
+        if not self.charged[node.namespace]:
+            del self.charged[node.namespace]
+
+    def _tick(self, node: Node) -> None:
         self._clock += 1
         node.last_use = self._clock
+        node.used_s = self.time_s
+
+    def _touch(self, node: Node) -> None:
+        self._tick(node)
         self._offer(node)
 
     def _offer(self, node: Node) -> None:

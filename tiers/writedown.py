@@ -10,7 +10,7 @@ With a host tier an image goes there first and to disk from there. Without one i
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -225,7 +225,7 @@ class WriteDown:
 
     def _job(self, batch: Batch) -> Job:
         fence = self.transfer.fence()
-        disk = self.disk
+        disk, last_use = self.disk, int(self.device.tree.time_s)
         garbage: list[RecordRef] = []
         if disk is not None and any(write.head is not None for write in batch.writes):
             disk.make_room(batch.num_bytes, len(batch.writes))  # where it cannot, the store says that it is full
@@ -237,8 +237,9 @@ class WriteDown:
                 disk.store.delete(garbage)
             images = self._images(batch.writes, fence)
             if disk is not None:
-                heads = [(write.head, memoryview(image.numpy())) for write, image in zip(batch.writes, images, strict=True)]
-                batch.refs = disk.store.write([(head, image) for head, image in heads if head is not None])
+                heads = [(write.head, image.numpy().data) for write, image in zip(batch.writes, images, strict=True)]
+                records = [(head, image) for head, image in heads if head is not None]
+                batch.refs = disk.store.write(records, last_use=last_use)
             batch.took_s = time.perf_counter() - began
 
         return Job(Priority.WRITE_DOWN, work, lambda error: self._done(batch, error))
@@ -293,13 +294,18 @@ class WriteDown:
         for write in batch.writes:
             node, ref = write.node, next(refs) if write.head is not None else None
             is_linked = node.parent is not None
-            if write.fills_host and self.host is not None and write.chunks is not None and is_linked:
-                if (node.host_state if write.is_state else node.host_block) is None:
-                    self.host.give(batch.resources, node, write.chunks, is_state=write.is_state)
+            has_copy = (node.host_state if write.is_state else node.host_block) is not None
+            if write.fills_host and is_linked and not has_copy and self.host is not None and write.chunks is not None:
+                self.host.give(batch.resources, node, write.chunks, is_state=write.is_state)
             if ref is None or self.disk is None:
                 continue
             if not is_linked or not self.disk.take_in(node, ref, is_state=write.is_state):
                 self.disk.garbage.append(ref)
+        if self.host is not None:
+            filled = [write for write in batch.writes if write.fills_host and write.chunks is not None]
+            self.host.stats.writes += len(filled)
+            self.host.stats.written_bytes += sum(len(write.chunks or ()) * self.host.chunk_bytes for write in filled)
+            self.host.stats.write_s += batch.took_s if self.disk is None else 0.0
         if self.disk is not None and batch.refs:
             stats = self.disk.stats
             stats.writes += len(batch.refs)

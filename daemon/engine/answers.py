@@ -1,14 +1,19 @@
 """The tables an operator can ask for, read from the engine's own books: there is no second spelling of a figure."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence
-from daemon.messages import Answer, LedgerRow, Query, QueryKind, SequenceRow, TierRow
+from daemon.messages import Answer, LedgerRow, Query, QueryKind, SequenceRow, TierRow, TierState
 from daemon.models.base import Model
+from tiers.cache import TieredCache
 from tiers.device import DeviceTier
-from tiers.ledger import device_ledger
+from tiers.disk import DiskTier
+from tiers.host import HostTier
+from tiers.ledger import device_ledger, disk_ledger, host_ledger
 from tiers.pools import DevicePools
+from tiers.resources import Resources
 
 
 class Books(Protocol):
@@ -17,24 +22,104 @@ class Books(Protocol):
     model: Model
     pools: DevicePools
     device: DeviceTier
+    cache: TieredCache
     scheduler: Scheduler
 
     def clock(self) -> float: ...
 
     def check(self) -> None: ...
 
+    def owners(self) -> list[Resources]: ...
+
 
 def answer(books: Books, query: Query) -> Answer:
     """The table a query asks for."""
     match query.kind:
         case QueryKind.TIERS:
-            return Answer(query.query_id, tiers=(_device_row(books),))
+            return Answer(query.query_id, tiers=tuple(_tier_rows(books)))
         case QueryKind.SEQUENCES:
             rows = [_sequence_row(books, sequence) for sequence in books.scheduler.sequences()]
             wanted = [row for row in rows if query.id in ("", row.request_id, f"{row.request_id}/{row.index}")]
             return Answer(query.query_id, sequences=tuple(wanted))
         case QueryKind.LEDGER:
             return _ledger(books, query)
+
+
+def _tier_rows(books: Books) -> Iterator[TierRow]:
+    yield _device_row(books)
+    if books.cache.host is not None:
+        yield _host_row(books, books.cache.host)
+    if books.cache.disk is not None:
+        yield _disk_row(books, books.cache.disk)
+
+
+def _host_row(books: Books, host: HostTier) -> TierRow:
+    size, cached = host.chunk_bytes, host.num_cached_chunks
+    return TierRow(
+        name="host",
+        medium="pinned memory" if books.pools.blocks.is_cuda else "memory",
+        capacity_bytes=host.chunks.size * size,
+        held_bytes=(host.chunks.num_held - cached) * size,
+        cached_bytes=cached * size,
+        free_bytes=host.chunks.num_free * size,
+        pinned_bytes=host.num_pinned_chunks * size,
+        hit_tokens=host.stats.hit_tokens,
+        miss_tokens=0,
+        evicted_blocks=host.stats.evicted_copies,
+        blocks=host.chunks.size,
+        free_blocks=host.chunks.num_free,
+        cached_blocks=cached,
+        slots=0,
+        free_slots=0,
+        used_bytes=host.chunks.size * size,
+        dirty_bytes=books.cache.writedown.dirty_bytes if books.cache.disk is None else 0,
+        reads=host.stats.reads,
+        read_bytes=host.stats.read_bytes,
+        read_s=host.stats.read_s,
+        writes=host.stats.writes,
+        written_bytes=host.stats.written_bytes,
+        write_s=host.stats.write_s,
+        gate_refusals=books.cache.host_refusals,
+        is_unified=not books.pools.blocks.is_cuda,
+    )
+
+
+def _disk_row(books: Books, disk: DiskTier) -> TierRow:
+    store, stats, health = disk.store, disk.stats, disk.store.health
+    cached = disk.cached_bytes
+    held = max(0, store.usage_bytes - cached)  # index, log, records of others, and what is being written or deleted
+    return TierRow(
+        name="disk",
+        medium="files",
+        capacity_bytes=store.quota_bytes,
+        held_bytes=held,
+        cached_bytes=cached,
+        free_bytes=store.quota_bytes - held - cached,
+        pinned_bytes=disk.pinned_bytes,
+        hit_tokens=stats.hit_tokens,
+        miss_tokens=0,
+        evicted_blocks=stats.evicted_records,
+        blocks=disk.num_records,
+        free_blocks=0,
+        cached_blocks=disk.num_records,
+        slots=0,
+        free_slots=0,
+        dirty_bytes=books.cache.writedown.dirty_bytes,
+        used_bytes=store.usage_bytes,
+        quota_bytes=store.quota_bytes,
+        reads=stats.reads,
+        read_bytes=stats.read_bytes,
+        read_s=stats.read_s,
+        writes=stats.writes,
+        written_bytes=stats.written_bytes,
+        write_s=stats.write_s,
+        dropped_writes=stats.dropped_writes,
+        verify_failures=stats.verify_failures,
+        quarantined=0,
+        gate_refusals=books.cache.disk_refusals,
+        state=TierState(health.state.value),
+        state_reason=health.reason,
+    )
 
 
 def _device_row(books: Books) -> TierRow:
@@ -50,7 +135,7 @@ def _device_row(books: Books) -> TierRow:
         held_bytes=capacity - cached - free,
         cached_bytes=cached,
         free_bytes=free,
-        pinned_bytes=device.tree.num_pinned * block_bytes,
+        pinned_bytes=0,
         hit_tokens=device.stats.hit_tokens,
         miss_tokens=device.stats.miss_tokens,
         evicted_blocks=device.stats.evicted_blocks,
@@ -83,7 +168,7 @@ def _sequence_row(books: Books, sequence: Sequence) -> SequenceRow:
 
 
 def _ledger(books: Books, query: Query) -> Answer:
-    owners = [sequence.resources for sequence in books.scheduler.sequences()]
+    owners = books.owners()
     findings = books.device.astray(owners)
     try:
         books.check()
@@ -91,6 +176,12 @@ def _ledger(books: Books, query: Query) -> Answer:
         findings.append(str(error))
     weights = LedgerRow("device", "weights", "model", books.model.facts.weight_bytes, 1)
     rows = [LedgerRow("device", e.kind, e.owner, e.num_bytes, e.count) for e in device_ledger(books.device, owners)]
+    if books.cache.host is not None:
+        entries = host_ledger(books.cache.host, [*owners, *books.scheduler.swapped()])
+        rows += [LedgerRow("host", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
+    if books.cache.disk is not None:
+        entries = disk_ledger(books.cache.disk)
+        rows += [LedgerRow("disk", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
     return Answer(
         query.query_id, ledger=(weights, *rows), balanced=not findings, findings=tuple(dict.fromkeys(findings))
     )

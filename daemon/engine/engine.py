@@ -10,13 +10,30 @@ from functools import singledispatchmethod
 
 import torch
 
+from daemon.cache_messages import (
+    Cancel,
+    EvictPrefix,
+    Flush,
+    ListPrefixes,
+    ListQuotas,
+    Lookup,
+    PinPrefix,
+    RemoveQuota,
+    SetQuota,
+    UnpinPrefix,
+    Verify,
+    Warm,
+)
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
 from daemon.engine.prefill import Prefill
+from daemon.engine.questions import Question, Questions
+from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
+from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
 from daemon.layers.steps import HostStageError
 from daemon.messages import (
@@ -40,6 +57,7 @@ from daemon.models.base import Model
 from tiers.cache import TieredCache
 from tiers.device import Match
 from tiers.pools import DevicePools
+from tiers.prefixes import Prefixes
 from tiers.resources import ReleaseError, Resources
 
 log = logging.getLogger("downcore.engine")
@@ -51,6 +69,7 @@ class Engine:
     Args:
         send: takes each message for the front.
         clock: seconds that only grow.
+        unix_clock: seconds since the epoch.
     """
 
     def __init__(
@@ -62,13 +81,15 @@ class Engine:
         cache: TieredCache,
         send: Callable[[ToFront], None],
         clock: Callable[[], float],
+        unix_clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.model = model
         self.pools = pools
         self.cache = cache
         self.device = device = cache.device
-        self.scheduler = Scheduler(cache, config)
+        self.rate = PrefillRate()
+        self.scheduler = Scheduler(cache, config, self.rate)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot)
@@ -77,11 +98,16 @@ class Engine:
             cache=cache,
             scheduler=self.scheduler,
             runner=self.runner,
+            rate=self.rate,
             slice_s=config.slice_ms / 1000,
         )
+        self.prefixes = Prefixes(cache)
+        self.warming = Warming(cache, self.prefixes, send)
+        self.questions = Questions(self.prefixes, self.rate, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
         self.send = send
         self.clock = clock
+        self.unix_clock = unix_clock
         self.max_context_tokens = min(
             config.max_context_tokens or model.facts.max_context_tokens, model.facts.max_context_tokens
         )
@@ -99,7 +125,10 @@ class Engine:
     def step(self) -> None:
         """One turn: decode rows for everyone past the prompt, then a slice of one prompt's chunk."""
         now = self.clock()
-        self.cache.poll(now)
+        unix_s = self.unix_clock()
+        self.cache.poll(now, unix_s)
+        self.warming.poll(now, unix_s)
+        self.questions.poll(unix_s)
         self._expire(now)
         for admitted in self.scheduler.admit(now):
             if admitted.match is not None:
@@ -122,6 +151,18 @@ class Engine:
 
     @handle.register
     def _(self, message: Submit) -> None:
+        self._take(message, None)
+
+    @handle.register
+    def _(self, message: Warm) -> None:
+        refusal = self.warming.refusal(message)
+        if refusal is not None:
+            self.send(refusal)
+        else:
+            self._take(self.warming.submit_for(message), message)
+
+    def _take(self, message: Submit, warm: Warm | None) -> None:
+        """Queues a request, or says why it can never run or not now."""
         prompt_ids = list(memoryview(message.prompt_ids).cast("i"))
         max_len = min(len(prompt_ids) + message.max_tokens, self.max_context_tokens)
         if len(prompt_ids) >= self.max_context_tokens:
@@ -131,7 +172,7 @@ class Engine:
             self._reject(message, ErrorReason.CONTEXT_TOO_LONG, error)
         elif len(self.scheduler.waiting) >= self.config.max_queue:
             self._reject(message, ErrorReason.QUEUE_FULL, f"{self.config.max_queue} requests wait already", 1.0)
-        elif message.request_id in self.requests:
+        elif message.request_id in self.requests or message.request_id in self.warming.writing:
             self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
         else:
             now = self.clock()
@@ -142,6 +183,7 @@ class Engine:
                 arrived=now,
                 deadline=None if message.deadline_s is None else now + message.deadline_s,
                 max_len=max_len,
+                warm=warm,
             )
             self._arrivals += 1
             lead = self.scheduler.enqueue(request)
@@ -149,8 +191,12 @@ class Engine:
 
     @handle.register
     def _(self, message: Abort) -> None:
+        if self.warming.abort(message.request_id):
+            return
         for sequence in list(self.requests.get(message.request_id, ())):
-            if message.index is None:
+            if sequence.request.warm is not None:
+                self._end(sequence)
+            elif message.index is None:
                 self._finish(sequence, StopReason.ABORTED)
             elif sequence.index == message.index:
                 self._stop_choice(sequence, StopReason.ABORTED, sequence.num_generated)
@@ -162,6 +208,11 @@ class Engine:
             if sequence.index == message.index:
                 self._stop_choice(sequence, StopReason.STOP_STRING, message.num_tokens)
         self._flush()
+
+    @handle.register(Lookup | PinPrefix | UnpinPrefix | EvictPrefix | ListPrefixes | Flush | Verify | Cancel)
+    @handle.register(SetQuota | RemoveQuota | ListQuotas)
+    def _(self, message: Question) -> None:
+        self.questions.ask(message, self.unix_clock())
 
     @handle.register
     def _(self, message: Query) -> None:
@@ -215,7 +266,7 @@ class Engine:
     def _begin(self, sequence: Sequence, match: Match, now: float) -> None:
         request = sequence.request
         self.prefill.begin(sequence, match, now)
-        needed_s = self.prefill.needed_s(request, sequence.computed_len)
+        needed_s = self.rate.seconds(sequence.computed_len, request.prompt_len)
         if request.deadline is not None and now + needed_s > request.deadline:
             left = f"{request.deadline - now:.2f} s are left"
             message = f"computing the prompt takes {needed_s:.2f} s at the best rate seen here, and {left}"
@@ -228,12 +279,18 @@ class Engine:
             log.exception("the forward of %s failed", sequence.id)
             self._fail(sequence.request, ErrorReason.INTERNAL, "the prompt's forward failed")
             return
+        if sequence.request.warm is not None and self.prefill.chunk is None:
+            self.warming.progressed(sequence)
         if logits is not None:
             self._commit_prompt(sequence, logits)
 
     def _commit_prompt(self, lead: Sequence, logits: torch.Tensor) -> None:
         """The prompt's last row is computed: forks, then each choice draws its first token (none in a replay)."""
         request = lead.request
+        if request.warm is not None:
+            self._end(lead)
+            self.warming.computed(lead, self.clock())
+            return
         lead.state = SequenceState.DECODING
         if lead.num_generated:
             return

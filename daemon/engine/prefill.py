@@ -6,9 +6,10 @@ reach the tree, after their chunk; a checkpoint is the state at the very positio
 
 import torch
 
+from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Chunk, Runner
 from daemon.engine.scheduler import Scheduler
-from daemon.engine.sequence import Request, Sequence
+from daemon.engine.sequence import Sequence
 from tiers.cache import TieredCache
 from tiers.device import Match, MatchEnd
 from tiers.keys import token_bytes
@@ -19,16 +20,23 @@ class Prefill:
     """Owns the chunk in flight, which is registered in its sequence's resources."""
 
     def __init__(
-        self, *, pools: DevicePools, cache: TieredCache, scheduler: Scheduler, runner: Runner, slice_s: float
+        self,
+        *,
+        pools: DevicePools,
+        cache: TieredCache,
+        scheduler: Scheduler,
+        runner: Runner,
+        rate: PrefillRate,
+        slice_s: float,
     ) -> None:
         self.pools = pools
         self.cache = cache
         self.device = cache.device
         self.scheduler = scheduler
         self.runner = runner
+        self.rate = rate
         self.slice_s = slice_s
         self.chunk: Chunk | None = None
-        self.rate = 0.0  # tokens/s of the fastest whole chunk of late; 0 until there was one
 
     def begin(self, sequence: Sequence, match: Match, now: float) -> None:
         """Gives a sequence the state that its prompt resumes from, and decides which states will be worth keeping."""
@@ -48,10 +56,6 @@ class Prefill:
         if match.end is not MatchEnd.WHOLE:
             ends.add(match.known_len)  # the branch point: others came this way and may again
         sequence.checkpoint_at = frozenset(ends)
-
-    def needed_s(self, request: Request, computed_len: int) -> float:
-        """The least time that the rest of a prompt takes, as far as has been seen here."""
-        return (request.prompt_len - computed_len) / self.rate if self.rate else 0.0
 
     def advance(self, sequence: Sequence) -> torch.Tensor | None:
         """One slice of the sequence's chunk; logits [1, vocab_size] once the prompt's last row is computed.
@@ -112,8 +116,7 @@ class Prefill:
         sequence.slot = fresh
         sequence.computed_len = chunk.end
         if chunk.end - chunk.start == device.grid:
-            # The best of late, so that a busy spell refuses nobody; it fades, so that a lucky one does not last.
-            self.rate = max(self.rate * 0.98, device.grid / max(chunk.elapsed_s, 1e-6))
+            self.rate.saw(device.grid, chunk.elapsed_s)
 
     def _publish(self, sequence: Sequence, chunk: Chunk) -> None:
         """The blocks of a whole grid chunk become the tree's; the state after it a checkpoint, where worth keeping."""

@@ -9,6 +9,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from daemon.config import EngineConfig
+from daemon.engine.rate import PrefillRate
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from tiers.cache import TieredCache
 from tiers.device import Match
@@ -37,8 +38,9 @@ class Admitted:
 class Scheduler:
     """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
 
-    def __init__(self, cache: TieredCache, config: EngineConfig) -> None:
+    def __init__(self, cache: TieredCache, config: EngineConfig, rate: PrefillRate) -> None:
         self.cache = cache
+        self.rate = rate
         self.device = device = cache.device
         self.restore_timeout_s = config.restore_timeout_s
         self.growth_window = config.growth_window
@@ -62,6 +64,10 @@ class Scheduler:
         """Every sequence alive, siblings included."""
         alive = self.waiting + self.restoring + self.running
         return alive + [sibling for sequence in alive for sibling in sequence.siblings]
+
+    def swapped(self) -> list[Resources]:
+        """What preempted sequences hold in the host tier."""
+        return [sequence.swapped.resources for sequence in self.waiting if sequence.swapped is not None]
 
     def capacity_error(self, prompt_len: int, max_len: int, n: int) -> str | None:
         """Why a request could never run, however empty the device; None where it could."""
@@ -266,7 +272,7 @@ class Scheduler:
         """
         request, device = sequence.request, self.device
         match = device.lookup(request.prompt_ids, request.submit.namespace)
-        restores = request.restores < MAX_RESTORES and self.cache.wants(match)
+        restores = request.restores < MAX_RESTORES and self.cache.weigh(match, self.rate.seconds).is_worth
         known = match.nodes
         if restores and match.deeper is not None:
             known = (*known, *(node for node in match.deeper.nodes if node.block_id is not None))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from daemon.cache_messages import Warm
 from daemon.messages import StopReason, Submit
 from tiers.resources import Resources
 from tiers.restore import Restore
@@ -25,7 +26,7 @@ class SequenceState(StrEnum):
 class Request:
     """What the sequences of one Submit share. Times are seconds of the engine's clock."""
 
-    submit: Submit
+    submit: Submit  # of a warm: what would compute its prefix and one row more
     prompt_ids: list[int]
     order: int  # of arrival; a lower one is never preempted for a higher one
     arrived: float
@@ -39,6 +40,7 @@ class Request:
     restored_host: int = 0  # tokens that came from the host tier for this request, and are in cached_len
     restored_disk: int = 0
     preemptions: int = 0
+    warm: Warm | None = None
     unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
     @property

@@ -14,18 +14,21 @@ import torch
 
 import daemon.layers
 import kernels
+from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
-from daemon.engine.tiers import NUM_READERS, make_cache
+from daemon.engine.tiers import NUM_READERS, make_cache, open_store
 from daemon.messages import EngineInfo, ToFront
 from daemon.models.load import LoadedModel, load_model
 from daemon.sizing import divide, free_budget
 from daemon.weights.errors import LoadError
 from tiers.device import DeviceTier
+from tiers.errors import StoreError
 from tiers.keys import state_fingerprint
 from tiers.layout import StateLayout
 from tiers.mover import ThreadMover
 from tiers.pools import DevicePools
+from tiers.records import Identity
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
 FORMAT_VERSION = b"1"  # of images and keys: a change makes every older byte unreadable, on purpose
@@ -62,8 +65,21 @@ def start(
     num_blocks, num_slots = division.num_blocks, division.num_slots
     pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
     device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=fingerprint)
-    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), None)
-    engine = Engine(config=config, model=loaded.model, pools=pools, cache=cache, send=send, clock=time.monotonic)
+    profile = _numerics_profile(loaded.model.facts.dtype, loaded.model.facts.device)
+    try:
+        store = open_store(config, Identity(fingerprint, profile, layout))
+    except StoreError as error:
+        raise StartError(f"the disk tier: {error}") from error
+    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), store)
+    engine = Engine(
+        config=config,
+        model=loaded.model,
+        pools=pools,
+        cache=cache,
+        send=send,
+        clock=time.monotonic,
+        unix_clock=time.time,
+    )
     facts = loaded.model.facts
     info = EngineInfo(
         model=Path(config.model_path).name,
@@ -80,7 +96,8 @@ def start(
         bytes_per_token=layout.bytes_per_token,
         slot_bytes=layout.slot_bytes,
         state_fingerprint=fingerprint.hex(),
-        numerics_profile=_numerics_profile(facts.dtype, facts.device).hex(),
+        numerics_profile=profile.hex(),
+        tiers=tuple(TierName(name) for name in cache.names),
         eos_token_ids=facts.eos_token_ids,
     )
     log.info(

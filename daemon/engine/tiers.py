@@ -1,6 +1,7 @@
 """Puts the cache together: which tiers this engine has, how large, and what moves between them."""
 
 import logging
+from pathlib import Path
 
 from daemon.config import EngineConfig
 from tiers.cache import LowerTiers, TieredCache
@@ -9,6 +10,8 @@ from tiers.disk import DiskTier, RecordStore
 from tiers.host import HostTier
 from tiers.mover import Mover
 from tiers.pools import DevicePools, HostArena
+from tiers.records import Identity
+from tiers.store import DiskStore
 from tiers.transfer import Transfer
 from tiers.writedown import WriteLimits
 
@@ -16,6 +19,22 @@ DISK_BYTES = 16 << 30  # quota where none is named
 NUM_READERS = 2  # threads that restore; a read of many records is shared between them
 
 log = logging.getLogger("downcore.engine")
+
+
+def open_store(config: EngineConfig, identity: Identity) -> DiskStore | None:
+    """The store of the directory that the settings name; None where they name none.
+
+    Raises:
+        StoreError: another process has the directory, it is something else, or the disk fails.
+    """
+    if config.disk_path is None:
+        return None
+    store = DiskStore.open(Path(config.disk_path), identity, quota_bytes=config.disk_bytes or DISK_BYTES)
+    for other in store.unreadable():
+        log.info(
+            "%d records on disk cannot be used here (%s): %d bytes", other.num_records, other.reason, other.stored_bytes
+        )
+    return store
 
 
 def make_cache(
@@ -30,8 +49,7 @@ def make_cache(
         arena = HostArena(num_chunks, chunk_bytes, is_pinned=pools.blocks.device.type == "cuda")
     disk = None
     if store is not None:
-        quota_bytes = config.disk_bytes or DISK_BYTES
-        disk = DiskTier(device.tree, store, fingerprint=device.fingerprint, quota_bytes=quota_bytes)
+        disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s)
     return TieredCache(device, Transfer(pools, arena), mover, lower=LowerTiers(host, disk), limits=limits)

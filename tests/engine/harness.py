@@ -117,6 +117,7 @@ class Harness:
             cache=make_cache(self.config, self.device, self.pools, self.mover, store),
             send=self._receive,
             clock=lambda: self.now,
+            unix_clock=lambda: 1e9 + self.now,
         )
         self._shared: dict[bytes, tuple[int, bytes]] = {}  # key of a published block: its id and bytes then
 

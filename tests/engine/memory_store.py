@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from tiers.health import StoreHealth, StoreState
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 
 
 class MemoryStore:
     """What a disk would hold. `fails` is asked before each read and write; what it raises is what happens."""
+
+    quota_bytes = 1 << 40
+    health = StoreHealth(StoreState.OK, "", 0.0)
 
     def __init__(self) -> None:
         self.records: dict[int, tuple[RecordHead, RecordRef, bytes]] = {}
@@ -19,12 +23,18 @@ class MemoryStore:
     def usage_bytes(self) -> int:
         return sum(ref.stored_bytes for _, ref, _ in self.records.values())
 
+    def reserve_bytes(self, num_records: int) -> int:
+        return 64 * num_records
+
+    def touch(self, refs: Sequence[RecordRef], last_use: int) -> None:
+        assert all(ref.generation in self.records for ref in refs)
+
     def entries(self) -> Iterator[StoredRecord]:
         by_depth = sorted(self.records.values(), key=lambda record: (record[0].depth, record[0].kind))
         for head, ref, _ in by_depth:
             yield StoredRecord(head, ref, ref.generation)
 
-    def write(self, records: Sequence[tuple[RecordHead, memoryview]]) -> list[RecordRef]:
+    def write(self, records: Sequence[tuple[RecordHead, memoryview]], *, last_use: int = 0) -> list[RecordRef]:
         for head, _ in records:
             error = self.fails("write", head)
             if error is not None:
@@ -45,6 +55,9 @@ class MemoryStore:
     def delete(self, refs: Sequence[RecordRef]) -> None:
         for ref in refs:
             del self.records[ref.generation]
+
+    def close(self) -> None:
+        self.takes_writes = False
 
     def _read(self, head: RecordHead, ref: RecordRef, target: memoryview) -> Exception | None:
         self.num_reads += 1

@@ -269,7 +269,7 @@ def test_stopping_every_choice_before_the_fork_ends_the_request_at_once() -> Non
 
 def test_a_deadline_that_the_prompt_alone_would_miss_is_refused_before_it_costs_prefill() -> None:
     harness = Harness(num_blocks=128)
-    harness.engine.prefill.rate = 100.0
+    harness.engine.rate.tokens_per_s = 100.0
     harness.submit("hopeless", prompt_of(20 * GRID), 4, deadline_s=1.0)
     harness.submit("possible", prompt_of(20 * GRID), 4, deadline_s=30.0)
     harness.step()
@@ -277,7 +277,7 @@ def test_a_deadline_that_the_prompt_alone_would_miss_is_refused_before_it_costs_
     assert harness.engine.prefill.chunk is None or harness.engine.prefill.chunk.sequence.request.id == "possible"
     harness.run()
     assert ("possible", 0) in harness.finished
-    assert harness.engine.prefill.rate > 100.0, "whole chunks were measured"
+    assert harness.engine.rate.tokens_per_s > 100.0, "whole chunks were measured"
     harness.assert_idle_books()
 
 

@@ -60,7 +60,7 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(
 @pytest.mark.parametrize("is_tiered", [False, True])
 @pytest.mark.parametrize("seed", seeds(fraction=4, full=40))
 def test_cancelling_in_every_state_returns_every_count(seed: int, is_tiered: bool) -> None:
-    """Half of the requests are cancelled, each while it is in a state picked for it; with all tiers the disk is slow."""
+    """Half of the requests are cancelled, each in a state picked for it; with all tiers the disk is slow."""
     rng = random.Random(seed)
     lower = {"num_chunks": rng.randint(20, 80), "store": MemoryStore(), "slow": rng} if is_tiered else {}
     harness = Harness(num_blocks=40, max_sequences=8, **lower)  # type: ignore[arg-type]

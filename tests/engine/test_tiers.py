@@ -1,6 +1,6 @@
-"""Prefixes that come back from the host tier, from disk, after a restart and after preemption: same bytes, nothing lost.
+"""Prefixes that come back from host and disk, after a restart and after preemption: same bytes, nothing lost.
 
-Every step checks the books of all tiers, fills what is free with NaN and compares what is shared (tests/engine/harness.py).
+Every step checks the books of all tiers, fills what is free with NaN and compares what is shared (harness.py).
 """
 
 import random
@@ -12,7 +12,7 @@ from daemon.messages import Abort
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
 from tests.engine.memory_store import MemoryStore
-from tiers.disk import RECORD_OVERHEAD_BYTES
+from tiers.disk import HEADER_BYTES
 from tiers.records import RecordHead, RecordKind
 
 ORACLE = Oracle(INVENTED, BLOCK)
@@ -95,7 +95,7 @@ def test_a_state_that_left_the_device_alone_comes_back_alone() -> None:
     prompt = prompt_of(3 * GRID)
     cold = serve(harness, "cold", prompt)
     node = harness.device.lookup(prompt, "").nodes[-1]
-    harness.device.slots.release(harness.device.tree.clear_checkpoint(node))
+    harness.device.drop_checkpoint(node)
     assert harness.device.lookup(prompt, "").resume_len == 0
     assert serve(harness, "hit", prompt) == cold
     assert harness.usage["hit"].cached_device == 2 * GRID
@@ -229,10 +229,10 @@ def test_a_full_host_tier_and_a_full_disk_keep_the_newest() -> None:
     block_bytes = INVENTED.layout(BLOCK).block_bytes
     store = MemoryStore()
     harness = Harness(num_chunks=12, store=store)
-    harness.engine.cache.disk.quota_bytes = 12 * block_bytes + 5 * RECORD_OVERHEAD_BYTES
+    store.quota_bytes = 12 * block_bytes + 5 * (HEADER_BYTES + 64)
     for seed in range(8):
         serve(harness, f"r{seed}", prompt_of(2 * GRID + 1, seed))
-        assert store.usage_bytes <= harness.engine.cache.disk.quota_bytes
+        assert store.usage_bytes <= store.quota_bytes
     forget_device(harness)
     serve(harness, "newest", prompt_of(2 * GRID + 1, 7))
     assert sum(cached(harness, "newest")) == 2 * GRID

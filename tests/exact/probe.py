@@ -19,7 +19,7 @@ from daemon.engine.engine import Engine
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.sequence import Sequence
 from daemon.engine.start import start
-from daemon.messages import Rejected, SamplingParams, Started, StepOutput, Submit, ToFront
+from daemon.messages import Rejected, SamplingParams, Started, StepOutput, Submit, ToFront, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Snapshot:
 
     prompt_len: int
     cached_len: int
+    from_host: int  # of them, tokens that the host tier had
+    from_disk: int
     logits: str
     planes: str
     slots: str
@@ -43,7 +45,7 @@ class Probe:
         self.engine, self.info = start(config, send=self._receive, progress=lambda done, total: None)
         sampler = self.engine.sampler
         self.engine.sampler = _Watching(sampler.eos_token_ids, self)
-        self._cached: dict[str, int] = {}
+        self._usage: dict[str, Usage] = {}
         self._answers: dict[str, list[int]] = {}
         self._first: dict[str, tuple[str, str, str, tuple[int, ...]]] = {}
         self._poisoned: dict[str, set[int]] = {"block": set(), "slot": set()}
@@ -58,21 +60,27 @@ class Probe:
         submit = Submit(name, array("i", prompt).tobytes(), 1, max_tokens, 0, (), params, "")
         self.engine.handle(submit)
         with torch.inference_mode():
-            while not self.engine.is_idle:
+            while not (self.engine.is_idle and self.engine.cache.is_settled):
                 self._poison()
                 self.engine.step()
+                if self.engine.only_waits:
+                    time.sleep(0.001)
         self.engine.check()
         logits, planes, slots, blocks = self._first[name]
-        return Snapshot(len(prompt), self._cached[name], logits, planes, slots, blocks, tuple(self._answers[name]))
+        usage, answer = self._usage[name], tuple(self._answers[name])
+        cached_len = usage.cached_device + usage.cached_host + usage.cached_disk
+        return Snapshot(
+            len(prompt), cached_len, usage.cached_host, usage.cached_disk, logits, planes, slots, blocks, answer
+        )
 
     def forget(self) -> None:
-        """Drops everything cached."""
+        """Drops everything cached on the device."""
         self.engine.device.drop_cache()
 
     def _receive(self, message: ToFront) -> None:
         match message:
             case Started():
-                self._cached[message.request_id] = message.usage.cached_device
+                self._usage[message.request_id] = message.usage
             case StepOutput():
                 for token in message.tokens:
                     self._answers[token.request_id].append(token.token_id)
@@ -139,6 +147,7 @@ def main() -> None:
             probe.forget()
         else:
             snapshots.append(probe.run(step["prompt"], step.get("max_tokens", 1)))
+    probe.engine.close()
     print(f"{len(snapshots)} prompts in {time.monotonic() - began:.1f} s", file=sys.stderr)
     json.dump([asdict(snapshot) for snapshot in snapshots], sys.stdout)
 

@@ -30,9 +30,12 @@ def random_ids(count: int, seed: int, vocab_size: int = 40_000) -> list[int]:
     return [rng.randrange(10, vocab_size) for _ in range(count)]
 
 
-def run_process(model: Path, steps: Sequence[Step]) -> list[Snapshot]:
+def run_process(model: Path, steps: Sequence[Step], **more: object) -> list[Snapshot]:
     """A process of its own with two compute threads, block 64 and grid 1,024, in bfloat16."""
-    config = {"model_path": str(model), "dtype": "bfloat16", "threads": 2, "pool_bytes": 1 << 28, "max_sequences": 4}
+    config = {
+        **{"model_path": str(model), "dtype": "bfloat16", "threads": 2, "pool_bytes": 1 << 28, "max_sequences": 4},
+        **more,
+    }
     job = json.dumps({"config": config, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-m", "tests.exact.probe"], input=job, capture_output=True, text=True, timeout=600, check=False

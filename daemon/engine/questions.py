@@ -1,0 +1,320 @@
+"""What operators and jobs ask about prefixes, tiers and quotas, answered from the engine's own books.
+
+Each question gets one final answer. Two take time and are kept open: a flush until the lower tiers have everything, a
+scrub of the disk while an I/O thread reads every record.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from daemon.cache_messages import (
+    BytesByTier,
+    CacheAnswer,
+    Cancel,
+    Evicted,
+    EvictPrefix,
+    Flush,
+    Flushed,
+    GateDecision,
+    ListPrefixes,
+    ListQuotas,
+    Lookup,
+    LookupAnswer,
+    LookupTier,
+    PinPrefix,
+    PrefixAnswer,
+    PrefixList,
+    PrefixOrder,
+    PrefixRow,
+    QuotaList,
+    QuotaRow,
+    Refused,
+    RemoveQuota,
+    Selector,
+    SetQuota,
+    TierName,
+    UnpinPrefix,
+    Verify,
+)
+from daemon.engine.rate import PrefillRate
+from daemon.engine.scrub import Scrubs
+from daemon.errors import ErrorReason
+from tiers.prefixes import Bytes, PinnedError, Prefixes
+from tiers.tree import Node
+
+Question = (
+    Lookup | PinPrefix | UnpinPrefix | EvictPrefix | ListPrefixes
+    | Flush | Verify | Cancel | SetQuota | RemoveQuota | ListQuotas
+)  # fmt: skip
+FLUSH_TIMEOUT_S = 300.0
+
+
+@dataclass(slots=True)
+class Quota:
+    """A namespace's limits, over all tiers. None: no limit."""
+
+    cached_bytes: int | None
+    pinned_bytes: int | None
+
+
+@dataclass(slots=True)
+class OpenFlush:
+    """A flush that waits for its last batch."""
+
+    query_id: int
+    began: float
+    writes: int
+    written_bytes: int
+
+
+class Questions:
+    """Owns quotas and the questions that take time."""
+
+    def __init__(self, prefixes: Prefixes, rate: PrefillRate, send: Callable[[CacheAnswer], None]) -> None:
+        self.prefixes = prefixes
+        self.cache = prefixes.cache
+        self.rate = rate
+        self.send = send
+        self.quotas: dict[str, Quota] = {}
+        self.flushes: list[OpenFlush] = []
+        self.scrubs = Scrubs(self.cache, send)
+
+    def ask(self, question: Question, unix_s: float) -> None:
+        """Answers now, or keeps the question open."""
+        try:
+            answer = self._answer(question, unix_s)
+        except _RefusedError as refused:
+            answer = Refused(question.query_id, refused.reason, str(refused))
+        if answer is not None:
+            self.send(answer)
+
+    def poll(self, unix_s: float) -> None:
+        """Goes on with what takes time: flushes, pins and times to live that end, quotas that are exceeded."""
+        self.prefixes.expire(unix_s)
+        for namespace, quota in self.quotas.items():
+            if quota.cached_bytes is not None and self.prefixes.tree.charged[namespace] > quota.cached_bytes:
+                self.prefixes.shrink(namespace, quota.cached_bytes)
+        for flush in list(self.flushes):
+            if self.cache.writedown.is_idle or time.monotonic() - flush.began > FLUSH_TIMEOUT_S:
+                self.flushes.remove(flush)
+                self.send(self._flushed(flush))
+
+    def _answer(self, question: Question, unix_s: float) -> CacheAnswer | None:
+        match question:
+            case Lookup():
+                return self._look_up(question)
+            case PinPrefix():
+                return self._pin(question, unix_s)
+            case UnpinPrefix():
+                node = self._find(question.namespace, question.prefix)
+                self.prefixes.unpin(node)
+                return PrefixAnswer(question.query_id, self._row(node))
+            case EvictPrefix():
+                return self._evict(question)
+            case ListPrefixes():
+                return self._list(question)
+            case Flush():
+                return self._flush(question)
+            case Verify():
+                return self._verify(question)
+            case Cancel():
+                self.scrubs.cancel(question.query_id)
+                self.flushes = [flush for flush in self.flushes if flush.query_id != question.query_id]
+                return None
+            case SetQuota():
+                self.quotas[question.namespace] = Quota(question.cached_bytes, question.pinned_bytes)
+                self.poll(unix_s)
+                return QuotaList(question.query_id, (self._quota_row(question.namespace),))
+            case RemoveQuota():
+                if self.quotas.pop(question.namespace, None) is None:
+                    raise _RefusedError(ErrorReason.NOT_FOUND, "this namespace has no quota")
+                return QuotaList(question.query_id, ())
+            case ListQuotas():
+                names = sorted(set(self.quotas) | set(self.prefixes.tree.charged))
+                return QuotaList(question.query_id, tuple(self._quota_row(name) for name in names))
+
+    def _look_up(self, question: Lookup) -> LookupAnswer:
+        device = self.cache.device
+        token_ids = list(memoryview(question.prompt_ids).cast("i"))
+        match = device.lookup(token_ids, question.namespace)
+        path = device.walk(token_ids, question.namespace)
+        choice = self.cache.weigh(match, self.rate.seconds)
+        size = device.layout.block_size
+        resume_len = match.resume_len
+        nodes = list(match.nodes)
+        if choice.is_worth and match.deeper is not None:
+            resume_len = match.deeper.resume_len
+            nodes += match.deeper.nodes
+        at = nodes[-1] if nodes else None
+        where = None
+        if at is not None and device.layout.slots:
+            where = _tier_of(on_device=at.checkpoint is not None, in_host=at.host_state is not None)
+        return LookupAnswer(
+            query_id=question.query_id,
+            prompt_tokens=len(token_ids),
+            matched_tokens=len(path) * size,
+            resume_tokens=resume_len,
+            key=at.key.hex() if at is not None else "",
+            tiers=self._by_tier(nodes),
+            checkpoint_position=resume_len if where is not None else None,
+            checkpoint_tier=where,
+            compute_s=self.rate.seconds(0, resume_len),
+            gate=GateDecision.NOTHING if match.deeper is None else _DECISIONS[choice.is_worth],
+            stop_reason=match.end.name if choice.is_worth or match.deeper is None else "RECOMPUTE",
+            stop=str(match.end) if choice.is_worth or match.deeper is None else choice.reason,
+        )
+
+    def _by_tier(self, nodes: list[Node]) -> tuple[LookupTier, ...]:
+        size = self.cache.device.layout.block_size
+        tokens = dict.fromkeys(TierName, 0)
+        num_bytes = dict.fromkeys(TierName, 0)
+        for node in nodes:
+            tier = _tier_of(on_device=node.block_id is not None, in_host=node.host_block is not None)
+            tokens[tier] += size
+            num_bytes[tier] += self.cache.block_bytes_in(node)
+        if nodes and nodes[-1].has_state:
+            last = nodes[-1]
+            tier = _tier_of(on_device=last.checkpoint is not None, in_host=last.host_state is not None)
+            num_bytes[tier] += self.cache.state_bytes_in(last)
+        return tuple(
+            LookupTier(tier, tokens[tier], num_bytes[tier], self.cache.load_s(tier.value, num_bytes[tier]))
+            for tier in TierName
+            if num_bytes[tier]
+        )
+
+    def _find(self, namespace: str, selector: Selector) -> Node:
+        if selector.key is not None:
+            node = self.prefixes.by_key(namespace, bytes.fromhex(selector.key))
+        else:
+            assert selector.prompt_ids is not None
+            node = self.prefixes.by_prompt(namespace, list(memoryview(selector.prompt_ids).cast("i")))
+        if node is None:
+            raise _RefusedError(ErrorReason.NOT_FOUND, "no such prefix in this namespace")
+        return node
+
+    def _pin(self, question: PinPrefix, unix_s: float) -> PrefixAnswer:
+        node = self._find(question.namespace, question.prefix)
+        quota = self.quotas.get(question.namespace)
+        if quota is not None and quota.pinned_bytes is not None and node not in self.prefixes.pins:
+            fresh = self.prefixes.bytes_of([above for above in node.path() if not above.pins])
+            wanted = self.prefixes.pinned_bytes(question.namespace) + max(fresh.host + fresh.disk, fresh.device)
+            if wanted > quota.pinned_bytes:
+                raise _RefusedError(ErrorReason.QUOTA_EXCEEDED, f"{wanted} bytes would be pinned")
+        self.prefixes.pin(node, None if question.ttl_s is None else unix_s + question.ttl_s)
+        self.cache.offer(node)  # a pin binds records: what has none yet gets one
+        return PrefixAnswer(question.query_id, self._row(node))
+
+    def _evict(self, question: EvictPrefix) -> Evicted:
+        node = self._find(question.namespace, question.prefix)
+        try:
+            gone = self.prefixes.evict(node)
+        except PinnedError:
+            raise _RefusedError(ErrorReason.PREFIX_PINNED, "it, or a prefix that continues it, is pinned") from None
+        return Evicted(
+            question.query_id,
+            gone.num_prefixes,
+            gone.num_blocks,
+            gone.num_checkpoints,
+            gone.num_kept,
+            _by_tier(gone.num_bytes),
+        )
+
+    def _list(self, question: ListPrefixes) -> PrefixList:
+        rows = [
+            self._row(node)
+            for node in self.prefixes.all(question.namespace)
+            if node.key.hex().startswith(question.key_prefix)
+        ]
+        value = _VALUES[question.order]
+        rows.sort(key=lambda row: (-value(row), row.key))
+        total = len(rows)
+        if question.after_value is not None:
+            after = (-question.after_value, question.after_key)
+            rows = [row for row in rows if (-value(row), row.key) > after]
+        return PrefixList(question.query_id, tuple(rows[: question.limit]), total, len(rows) > question.limit)
+
+    def _row(self, node: Node) -> PrefixRow:
+        own = self.prefixes.chain(node)
+        parent = self.prefixes.parent(node)
+        return PrefixRow(
+            key=node.key.hex(),
+            parent_key=parent.key.hex() if parent is not None else "",
+            namespace=node.namespace,
+            tokens=node.depth * self.cache.device.layout.block_size,
+            blocks=len(own),
+            checkpoints=sum(each.has_state for each in own),
+            bytes=_by_tier(self.prefixes.bytes_of(own)),
+            pinned=node in self.prefixes.pins,
+            last_use_time_s=node.used_s,
+            hits=node.hits,
+            expires_time_s=self.prefixes.pins.get(node, self.prefixes.times_to_live.get(node)),
+        )
+
+    def _flush(self, question: Flush) -> None:
+        has = {TierName.DEVICE: True, TierName.HOST: self.cache.host is not None, TierName.DISK: self.cache.disk}
+        if not has[question.tier]:
+            raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, f"there is no {question.tier} tier")
+        writes, written = self.cache.written()
+        for node in self.prefixes.tree.nodes():
+            if self.prefixes.is_prefix(node) and not self.cache.writedown.is_written(node):
+                self.cache.offer(node)
+        self.flushes.append(OpenFlush(question.query_id, time.monotonic(), writes, written))
+
+    def _flushed(self, flush: OpenFlush) -> Flushed:
+        writes, written = self.cache.written()
+        return Flushed(
+            flush.query_id,
+            writes - flush.writes,
+            written - flush.written_bytes,
+            time.monotonic() - flush.began,
+            self.cache.disk is not None and self.cache.writedown.is_idle,
+        )
+
+    def _verify(self, question: Verify) -> None:
+        disk = self.cache.disk
+        if question.tier is not TierName.DISK or disk is None:
+            raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, f"there is nothing to verify in a {question.tier} tier")
+        self.scrubs.start(question.query_id, disk)
+
+    def _quota_row(self, namespace: str) -> QuotaRow:
+        quota = self.quotas.get(namespace, Quota(None, None))
+        return QuotaRow(
+            namespace,
+            quota.cached_bytes,
+            quota.pinned_bytes,
+            self.prefixes.tree.charged[namespace],
+            self.prefixes.pinned_bytes(namespace),
+            durable=False,
+        )
+
+
+class _RefusedError(Exception):
+    def __init__(self, reason: ErrorReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _used(row: PrefixRow) -> float:
+    return row.last_use_time_s
+
+
+def _size(row: PrefixRow) -> float:
+    return row.bytes.device + row.bytes.host + row.bytes.disk
+
+
+def _hits(row: PrefixRow) -> float:
+    return row.hits
+
+
+_VALUES = {PrefixOrder.RECENCY: _used, PrefixOrder.BYTES: _size, PrefixOrder.HITS: _hits}
+_DECISIONS = {True: GateDecision.LOAD, False: GateDecision.COMPUTE}
+
+
+def _tier_of(*, on_device: bool, in_host: bool) -> TierName:
+    """The fastest tier that has something, of which at least the disk has it."""
+    return TierName.DEVICE if on_device else TierName.HOST if in_host else TierName.DISK
+
+
+def _by_tier(num_bytes: Bytes) -> BytesByTier:
+    return BytesByTier(num_bytes.device, num_bytes.host, num_bytes.disk)

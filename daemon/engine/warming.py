@@ -1,0 +1,144 @@
+"""Warming jobs: a prefix is computed like any prompt's, then followed down to the tier that was asked for.
+
+A warm is a request with one row more than its prefix and no answer, so that admission, restores, preemption and the
+grid are those of every request. When its last row is computed the sequence gives everything back, and the job waits,
+holding nothing, until the tier has the prefix.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from daemon.cache_messages import BytesByTier, TierName, Warm, WarmDone, WarmProgress, WarmStage
+from daemon.engine.sequence import Sequence
+from daemon.errors import ErrorReason
+from daemon.messages import Rejected, SamplingParams, Submit, ToFront
+from tiers.cache import TieredCache
+from tiers.prefixes import Prefixes
+from tiers.tree import Node
+
+WRITE_TIMEOUT_S = 120.0  # for a tier to take a computed prefix
+NO_TOKEN = (0).to_bytes(4, "little")  # of the row past the prefix, whose state and logits nobody reads
+
+
+@dataclass(slots=True)
+class Writing:
+    """A computed prefix on its way down."""
+
+    warm: Warm
+    node: Node
+    cached_tokens: int
+    until: float
+
+
+class Warming:
+    """Owns the jobs whose prefix is computed; the scheduler has the others."""
+
+    def __init__(self, cache: TieredCache, prefixes: Prefixes, send: Callable[[ToFront], None]) -> None:
+        self.cache = cache
+        self.prefixes = prefixes
+        self.send = send
+        self.writing: dict[str, Writing] = {}
+
+    def submit_for(self, warm: Warm) -> Submit:
+        """The request that computes a warm's prefix: all whole chunks of its prompt, and one row."""
+        grid_bytes = self.cache.device.grid * len(NO_TOKEN)
+        prefix = warm.prompt_ids[: len(warm.prompt_ids) // grid_bytes * grid_bytes]
+        assert prefix, "a prompt without a prefix to share"
+        sampling = SamplingParams(seed=0, temperature=0.0)
+        return Submit(
+            request_id=warm.request_id,
+            prompt_ids=prefix + NO_TOKEN,
+            n=1,
+            max_tokens=1,
+            min_tokens=0,
+            stop_token_ids=(),
+            sampling=sampling,
+            namespace=warm.namespace,
+        )
+
+    def refusal(self, warm: Warm) -> Rejected | None:
+        """Why a warm cannot be done here, whatever its prompt."""
+        has = {TierName.DEVICE: True, TierName.HOST: self.cache.host, TierName.DISK: self.cache.disk}
+        if not has[warm.tier]:
+            return Rejected(warm.request_id, ErrorReason.TIER_UNAVAILABLE, f"there is no {warm.tier} tier")
+        return None
+
+    def progressed(self, sequence: Sequence) -> None:
+        """A warm was admitted, or has computed a chunk more."""
+        warm = sequence.request.warm
+        assert warm is not None
+        total = sequence.request.prompt_len - 1
+        self.send(WarmProgress(warm.request_id, WarmStage.COMPUTING, min(sequence.computed_len, total), total))
+
+    def computed(self, sequence: Sequence, now: float) -> None:
+        """The prefix is in the tree. The caller ends the sequence."""
+        request = sequence.request
+        warm = request.warm
+        assert warm is not None
+        total = request.prompt_len - 1
+        node = self.prefixes.by_prompt(warm.namespace, request.prompt_ids[:total])
+        if node is None or node.depth * self.cache.device.layout.block_size != total:
+            reason = "the prefix is computed, but there was no room to keep its state"
+            self.send(Rejected(warm.request_id, ErrorReason.NO_CAPACITY, reason, retry_after_s=5.0))
+            return
+        self.cache.offer(node)
+        self.writing[warm.request_id] = Writing(warm, node, request.cached_len, now + WRITE_TIMEOUT_S)
+        if warm.tier is not TierName.DEVICE:
+            self.send(WarmProgress(warm.request_id, WarmStage.WRITING, 0, total))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a job that is being written down; what is there stays as any prompt's would."""
+        return self.writing.pop(request_id, None) is not None
+
+    def poll(self, now: float, unix_s: float) -> None:
+        """Sends the receipts of those that are where they should be."""
+        for request_id, job in list(self.writing.items()):
+            if job.node.parent is None:
+                self._reject(job, ErrorReason.NO_CAPACITY, "the prefix was evicted before it could be written")
+            elif self._is_there(job):
+                self._finish(job, unix_s)
+            elif now >= job.until or self.cache.writedown.is_idle:
+                self._reject(job, ErrorReason.TIER_UNAVAILABLE, f"the {job.warm.tier} tier did not take the prefix")
+            else:
+                continue
+            del self.writing[request_id]
+
+    def _is_there(self, job: Writing) -> bool:
+        path = job.node.path()
+        match job.warm.tier:
+            case TierName.DEVICE:
+                return True
+            case TierName.HOST:
+                has_state = not job.node.has_state or job.node.host_state is not None
+                return has_state and all(node.host_block is not None for node in path)
+            case TierName.DISK:
+                has_state = not job.node.has_state or job.node.disk_state is not None
+                return has_state and all(node.disk_block is not None for node in path)
+
+    def _finish(self, job: Writing, unix_s: float) -> None:
+        warm, node = job.warm, job.node
+        path = node.path()
+        expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
+        if warm.pin:
+            self.prefixes.pin(node, expires)
+        elif expires is not None:
+            self.prefixes.times_to_live[node] = expires
+        size = self.prefixes.bytes_of(path)
+        is_durable = all(above.disk_block is not None for above in path) and (
+            not node.has_state or node.disk_state is not None
+        )
+        self.send(
+            WarmDone(
+                request_id=warm.request_id,
+                key=node.key.hex(),
+                tokens=node.depth * self.cache.device.layout.block_size,
+                cached_tokens=job.cached_tokens,
+                bytes=BytesByTier(size.device, size.host, size.disk),
+                durable=is_durable,
+                pinned=warm.pin,
+                expires_time_s=expires,
+            )
+        )
+
+    def _reject(self, job: Writing, reason: ErrorReason, message: str) -> None:
+        self.send(Rejected(job.warm.request_id, reason, message, retry_after_s=5.0))

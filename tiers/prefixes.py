@@ -1,0 +1,219 @@
+"""The cache as people see it: prefixes that a prompt can resume after, their pins and times to live, their eviction.
+
+A prefix ends at a checkpoint; for a model without slots at a leaf, or where paths part. What it lists as its own are
+the blocks past the prefix before it on its path. A pin keeps the records of a whole path in the lower tiers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tiers.cache import TieredCache
+from tiers.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """How much lies in each tier; what is in two counts in both."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What is gone, and how many blocks of the path stay because something else needs them."""
+
+    num_prefixes: int
+    num_blocks: int
+    num_checkpoints: int
+    num_kept: int
+    num_bytes: Bytes
+
+
+class PinnedError(Exception):
+    """The prefix, or one that continues it, is pinned."""
+
+
+class Prefixes:
+    """Owns pins and times to live; everything else is read from the tree."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        self.cache = cache
+        self.tree = cache.device.tree
+        self.pins: dict[Node, float | None] = {}  # until when, seconds since the epoch
+        self.times_to_live: dict[Node, float] = {}
+
+    def is_prefix(self, node: Node) -> bool:
+        """A prompt can resume after it, and it is worth a line of its own."""
+        layout = self.cache.device.layout
+        if node.depth * layout.block_size % self.cache.device.grid:
+            return False
+        return node.has_state if layout.slots else len(node.children) != 1 or node in self.pins
+
+    def all(self, namespace: str) -> Iterator[Node]:
+        """The prefixes of a namespace."""
+        return (node for node in self.tree.nodes() if node.namespace == namespace and self.is_prefix(node))
+
+    def by_key(self, namespace: str, key: bytes) -> Node | None:
+        """The prefix that ends at the block of this key."""
+        node = self.tree.find(key)
+        if node is None or node.namespace != namespace or not self._can_resume(node):
+            return None
+        return node
+
+    def by_prompt(self, namespace: str, token_ids: Sequence[int]) -> Node | None:
+        """The deepest prefix of a prompt, wherever its bytes are."""
+        path = self.cache.device.walk(token_ids, namespace)
+        return next((node for node in reversed(path) if self._can_resume(node)), None)
+
+    def chain(self, node: Node) -> list[Node]:
+        """The prefix's own blocks: up to the next shorter prefix, or to where paths part; deepest first."""
+        chain = [node]
+        above = node.parent
+        while above is not None and above.parent is not None and len(above.children) == 1 and not self.is_prefix(above):
+            chain.append(above)
+            above = above.parent
+        return chain
+
+    def parent(self, node: Node) -> Node | None:
+        """The next shorter prefix on the path."""
+        above = node.parent
+        while above is not None and above.parent is not None:
+            if self.is_prefix(above):
+                return above
+            above = above.parent
+        return None
+
+    def bytes_of(self, nodes: Sequence[Node]) -> Bytes:
+        """Blocks and checkpoints of these nodes, by tier."""
+        return sum((self._bytes(node) for node in nodes), Bytes())
+
+    def pin(self, node: Node, until_s: float | None) -> None:
+        """Keeps the whole path in the lower tiers; a second pin replaces the first one's time."""
+        if node not in self.pins:
+            for above in node.path():
+                self.tree.pin(above)
+        self.pins[node] = until_s
+        self.times_to_live.pop(node, None)
+
+    def unpin(self, node: Node) -> None:
+        """Takes the pin back, if there is one."""
+        if self.pins.pop(node, 0.0) != 0.0 and node.parent is not None:
+            for above in node.path():
+                self.tree.unpin(above)
+
+    def pinned_bytes(self, namespace: str) -> int:
+        """What pins of this namespace keep in the lower tiers."""
+        nodes = {above for node in self.pins if node.namespace == namespace for above in node.path()}
+        kept = self.bytes_of(list(nodes))
+        return kept.host + kept.disk
+
+    def expire(self, unix_s: float) -> None:
+        """Ends pins and forgets prefixes whose time is over."""
+        for node in [node for node, until_s in self.pins.items() if until_s is not None and until_s <= unix_s]:
+            self.unpin(node)
+        for node in [node for node, until_s in self.times_to_live.items() if until_s <= unix_s]:
+            del self.times_to_live[node]
+            if node.parent is not None and not self._is_pinned_below(node):
+                self.evict(node)
+        self.pins = {node: until_s for node, until_s in self.pins.items() if node.parent is not None}
+        self.times_to_live = {n: until_s for n, until_s in self.times_to_live.items() if n.parent is not None}
+
+    def evict(self, node: Node) -> Eviction:
+        """Forgets a prefix in every tier, with all that continues it.
+
+        Raises:
+            PinnedError: it, or one that continues it, is pinned.
+        """
+        if self._is_pinned_below(node):
+            raise PinnedError
+        below = self._below(node)
+        gone = below + self.chain(node)[1:]
+        num_prefixes = sum(self.is_prefix(each) for each in below)
+        num_checkpoints = sum(each.has_state for each in below)
+        before = self.bytes_of(gone)
+        path = node.path()
+        for each in gone:
+            self._drop(each)
+        kept = [each for each in dict.fromkeys(below + path) if each.has_block]
+        return Eviction(
+            num_prefixes,
+            sum(not each.has_block for each in gone),
+            num_checkpoints - sum(each.has_state for each in below),
+            len(kept),
+            _less(before, self.bytes_of([each for each in gone if each.has_block or each.has_state])),
+        )
+
+    def shrink(self, namespace: str, limit_bytes: int) -> bool:
+        """Evicts a namespace's prefixes, least recently used first, down to a limit; False where what stays is more."""
+        while self.tree.charged[namespace] > limit_bytes:
+            ends = sorted((n for n in self.all(namespace) if not n.children), key=lambda node: node.last_use)
+            progress = False
+            for node in ends:
+                if self.tree.charged[namespace] <= limit_bytes:
+                    return True
+                if node.parent is not None and not node.pins:
+                    progress |= self.evict(node).num_blocks > 0
+            if not progress:
+                return False
+        return True
+
+    def _can_resume(self, node: Node) -> bool:
+        layout = self.cache.device.layout
+        return node.depth * layout.block_size % self.cache.device.grid == 0 and (node.has_state or not layout.slots)
+
+    def _is_pinned_below(self, node: Node) -> bool:
+        return any(each in self.pins for each in self._below(node))
+
+    def _below(self, node: Node) -> list[Node]:
+        """The node and everything that continues it, children before parents."""
+        found: list[Node] = []
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            found.append(each)
+            stack.extend(each.children.values())
+        return found[::-1]
+
+    def _drop(self, node: Node) -> None:
+        """Whatever nothing holds of a node; it leaves the tree when it has no bytes and nothing hangs below it."""
+        cache = self.cache
+        if node.children:
+            return  # something below it is in use, and needs it
+        if node.is_evictable:
+            cache.device.drop_block(node)
+        if node.block_id is None and cache.host is not None:
+            if node.host_block is not None and not node.host_block.is_busy:
+                cache.host.drop_block(node)
+            if node.host_state is not None and not node.host_state.is_busy:
+                cache.host.drop_state(node)
+        if node.block_id is None and cache.disk is not None:
+            if node.disk_block is not None:
+                cache.disk.drop_block(node)
+            if node.disk_state is not None:
+                cache.disk.drop_state(node)
+        if node.parent is not None and not node.has_block and not node.children:
+            cache.forget(self.tree.prune(node))
+
+    def _bytes(self, node: Node) -> Bytes:
+        layout, host = self.cache.device.layout, self.cache.host
+        chunk_bytes = host.chunk_bytes if host is not None else 0
+        copies = [copy for copy in (node.host_block, node.host_state) if copy is not None]
+        records = [ref for ref in (node.disk_block, node.disk_state) if ref is not None]
+        return Bytes(
+            layout.block_bytes * (node.block_id is not None) + layout.slot_bytes * (node.checkpoint is not None),
+            sum(len(copy.chunks) for copy in copies) * chunk_bytes,
+            sum(ref.stored_bytes for ref in records),
+        )
+
+
+def _less(more: Bytes, less: Bytes) -> Bytes:
+    return Bytes(more.device - less.device, more.host - less.host, more.disk - less.disk)
