@@ -4,12 +4,28 @@ from enum import StrEnum
 
 import msgspec
 
+MIN_DISK_BYTES = 64 << 20  # index, write-ahead log and a few segments
+
 
 class LoadFormat(StrEnum):
     """Where weights come from."""
 
     SAFETENSORS = "safetensors"
     DUMMY = "dummy"  # seeded random weights made from config.json alone
+
+
+class Reuse(StrEnum):
+    """What may be shared between requests."""
+
+    EXACT = "exact"  # what a cold run would have computed to the byte: whole grid chunks
+    FAST = "fast"  # conversation turns too, off the grid; an exact daemon never reads what a fast one wrote
+
+
+class EvictionPolicy(StrEnum):
+    """Which prefix goes first when a tier is full."""
+
+    MARCONI = "marconi"  # the least of recency and FLOPs saved for each byte
+    LRU = "lru"  # the one not used for longest
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,6 +50,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     growth_window: int = 512  # tokens reserved ahead of each sequence at admission
     slice_ms: float = 15.0  # longest stretch of a prefill between two decode steps, checked at the forward's pauses
     pin_fraction: float = 0.0  # of the blocks, the most that pins may bind
+    reuse: Reuse = Reuse.EXACT
+    policy: EvictionPolicy = EvictionPolicy.MARCONI
+    host_bytes: int | None = None  # of the host tier; 0: there is none; None: chosen at start-up
+    disk_path: str | None = None  # directory of the disk tier; None: there is none
+    disk_bytes: int | None = None  # the most that du may say of it; None: chosen at start-up
+    write_bytes_per_s: int | None = None  # the fastest that blocks are written down to disk; None: unlimited
+    break_even: bool = True  # a prefix is loaded from a lower tier only where computing it would take longer
+    restore_timeout_s: float = 5.0  # longest wait for a prefix from a lower tier; then it is computed
+    dirty_bytes: int = 256 << 20  # waiting to be written down; beyond it write-downs are dropped
 
     def __post_init__(self) -> None:
         _within("block_size", self.block_size, 1, 1024)
@@ -52,6 +77,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _within("growth_window", self.growth_window, 1, 1 << 20)
         _within("slice_ms", self.slice_ms, 0.1, 10_000)
         _within("pin_fraction", self.pin_fraction, 0.0, 1.0)
+        if self.host_bytes is not None:
+            _within("host_bytes", self.host_bytes, 0, 1 << 44)
+        if self.disk_path is not None and not self.disk_path:
+            raise ValueError("disk_path is empty")
+        if self.disk_bytes is not None:
+            _within("disk_bytes", self.disk_bytes, MIN_DISK_BYTES, 1 << 50)
+            if self.disk_path is None:
+                raise ValueError("disk_bytes needs disk_path")
+        if self.write_bytes_per_s is not None:
+            _within("write_bytes_per_s", self.write_bytes_per_s, 1 << 20, 1 << 40)
+        _within("restore_timeout_s", self.restore_timeout_s, 0.0, 3600.0)
+        _within("dirty_bytes", self.dirty_bytes, 1 << 20, 1 << 40)
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
 

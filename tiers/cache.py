@@ -4,13 +4,16 @@ Everything here is called by the thread that owns the books; bytes move on the m
 alone has the same cache with no tier below: nothing is ever restored, written down or swapped.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tiers.device import DeviceTier, Match
 from tiers.disk import DiskTier
+from tiers.flops import ComputeCost
+from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
 from tiers.host import HostTier
-from tiers.mover import Mover
+from tiers.mover import Job, Mover, Priority
 from tiers.resources import Resources
 from tiers.restore import Restore, Restorer
 from tiers.swap import Swapped, Swapper
@@ -20,11 +23,12 @@ from tiers.writedown import WriteDown, WriteLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Load or compute, and why not to load."""
+class Costs:
+    """What the gates weigh against each other; loads are always taken where they are not gated."""
 
-    is_worth: bool
-    reason: str
+    cost: ComputeCost
+    prefill: PrefillSpeed
+    is_gated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,26 @@ class TieredCache:
     """Owns the traffic between the tiers; the tiers own their books."""
 
     def __init__(
-        self, device: DeviceTier, transfer: Transfer, mover: Mover, *, lower: LowerTiers, limits: WriteLimits
+        self,
+        device: DeviceTier,
+        transfer: Transfer,
+        mover: Mover,
+        *,
+        lower: LowerTiers,
+        limits: WriteLimits,
+        costs: Costs,
     ) -> None:
         self.device = device
+        self._now = 0.0
         self.host = lower.host
         self.disk = lower.disk
         self.mover = mover
-        self.restorer = Restorer(device, transfer, mover, host=self.host, disk=self.disk, forget=self.forget)
+        self.costs = costs
+        self.gates = {name: BreakEvenGate(costs.prefill) for name in self.names if name != "device"}
+        self.restorer = Restorer(
+            device, transfer, mover, host=self.host, disk=self.disk, forget=self.forget, ended=self._observe
+        )
+        self._is_probing = False
         self.writedown = WriteDown(device, transfer, mover, host=self.host, disk=self.disk, limits=limits)
         self.host_refusals = 0  # hits not loaded from there because computing was faster
         self.disk_refusals = 0
@@ -76,23 +93,35 @@ class TieredCache:
             unix_s: seconds since the epoch, for what outlives the process.
         """
         self.device.tree.time_s = unix_s
+        self._now = now
         self.mover.poll()
         self.writedown.pump(now)
+        if self.disk is not None and not self._is_probing and self.gates["disk"].wants_probe(now):
+            self._probe(self.disk)
 
     def offer(self, node: Node) -> None:
         """A prefix is worth keeping below the device."""
         if self.host is not None or self.disk is not None:
             self.writedown.offer(node)
 
-    def weigh(self, match: Match, compute_s: Callable[[int, int], float]) -> Choice:
-        """Whether to load what is below the device, or to compute it.
+    def weigh(self, match: Match) -> Verdict | None:
+        """Whether to load what is below the device or to compute it; None where nothing is below.
 
-        Args:
-            compute_s: seconds that positions [start, end) of a prompt take here; 0 where that is not known yet.
+        The slowest tier that has a part of it decides.
         """
         if match.deeper is None:
-            return Choice(False, "nothing is below")
-        return Choice(True, "")
+            return None
+        flops = self.costs.cost.flops(match.resume_len, match.deeper.resume_len)
+        num_bytes = dict.fromkeys(self.gates, 0)
+        for node in match.deeper.nodes:
+            if node.block_id is None:
+                num_bytes["host" if node.host_block is not None else "disk"] += self.block_bytes_in(node)
+        last = match.deeper.nodes[-1]
+        if self.device.layout.slots and last.checkpoint is None:
+            num_bytes["host" if last.host_state is not None else "disk"] += self.state_bytes_in(last)
+        slowest = "disk" if num_bytes.get("disk") else "host"
+        verdict = self.gates[slowest].decide(sum(num_bytes.values()), flops)
+        return verdict if self.costs.is_gated else replace(verdict, is_load=True, deadline_s=None)
 
     def block_bytes_in(self, node: Node) -> int:
         """Bytes to be moved for a node's block, from its fastest tier; on the device, as it lies there."""
@@ -108,10 +137,8 @@ class TieredCache:
 
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds that bytes take from a tier to the device, as far as has been seen; 0 where nothing was."""
-        stats = {"host": self.host and self.host.stats, "disk": self.disk and self.disk.stats}.get(tier)
-        if not stats or not stats.read_bytes:
-            return 0.0
-        return num_bytes * stats.read_s / stats.read_bytes
+        gate = self.gates.get(tier)
+        return (gate.load_s(num_bytes) or 0.0) if gate is not None else 0.0
 
     def written(self) -> tuple[int, int]:
         """Records and bytes written to disk since start-up; to the host tier where there is no disk."""
@@ -144,6 +171,37 @@ class TieredCache:
                     self.disk.drop_block(node)
                 if node.disk_state is not None:
                     self.disk.drop_state(node)
+
+    def _observe(self, restore: Restore) -> None:
+        """A restore has ended: the gate of the slowest tier it read from learns from it."""
+        tier = "disk" if any(load.record is not None for load in restore.loads) else "host"
+        if restore.read_bytes and not restore.failed:
+            self.gates[tier].observe(restore.read_bytes, restore.elapsed_s, self._now)
+
+    def _probe(self, disk: DiskTier) -> None:
+        """Reads one record that nobody waits for, so that a disk that was slow once is not refused for ever."""
+        place = disk.newest()
+        if place is None:
+            return
+        self._is_probing = True
+        took_s = 0.0
+
+        def work() -> None:
+            nonlocal took_s
+            began = time.perf_counter()
+            (flaw,) = disk.examine([place])
+            took_s = time.perf_counter() - began
+            if flaw is not None:
+                raise flaw
+
+        def done(error: Exception | None) -> None:
+            self._is_probing = False
+            if error is None:
+                self.gates["disk"].observe(place.ref.stored_bytes, took_s, self._now)
+            else:
+                self.restorer.set_aside(place.node, place.ref, str(error))
+
+        self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 
     def owners(self) -> list[Resources]:
         """Who holds something besides the sequences."""

@@ -129,17 +129,17 @@ class DeviceTier:
         deeper = None
         if anywhere_len > resume_len:
             deeper = Deeper(tuple(path[num_resumed : (anywhere_len - start) // size]), anywhere_len)
-        if last == 0:
-            end = MatchEnd.SHORT
-        elif resume_len == last:
-            end = MatchEnd.WHOLE
-        elif deeper is not None:
-            end = MatchEnd.BELOW
-        elif resume_len < min(known_len, last):
-            end = MatchEnd.NO_CHECKPOINT
-        else:
-            end = MatchEnd.UNKNOWN
+        end = self.end_of(resume_len, known_len, len(token_ids)) if deeper is None else MatchEnd.BELOW
         return Match(tuple(path[:num_resumed]), resume_len, known_len, end, deeper)
+
+    def end_of(self, resume_len: int, known_len: int, prompt_len: int) -> MatchEnd:
+        """Why a prompt does not resume further than it does."""
+        last = (prompt_len - 1) // self.grid * self.grid
+        if last == 0:
+            return MatchEnd.SHORT
+        if resume_len >= last:
+            return MatchEnd.WHOLE
+        return MatchEnd.NO_CHECKPOINT if resume_len < min(known_len, last) else MatchEnd.UNKNOWN
 
     def walk(self, token_ids: Sequence[int], namespace: str, after: Node | None = None) -> list[Node]:
         """The known path of a prompt beyond `after`, wherever its bytes are, up to the prompt's last grid position."""

@@ -141,6 +141,14 @@ class DiskTier:
             tokens=node.tokens if kind is RecordKind.BLOCK else b"",
         )
 
+    def newest(self) -> "Place | None":
+        """The record used last."""
+        if not self._by_use:
+            return None
+        ref = next(reversed(self._by_use))
+        node, is_state = self._by_use[ref]
+        return Place(node, self.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK), ref)
+
     def places(self) -> list["Place"]:
         """Every record that a node has, as it is now."""
         kinds = {False: RecordKind.BLOCK, True: RecordKind.CHECKPOINT}

@@ -19,7 +19,7 @@ from tiers.resources import Resources
 from tiers.transfer import Fence, Transfer
 from tiers.tree import Node
 
-JOB_BYTES = 16 << 20  # of images read in one job, so that several threads share a restore
+JOB_BYTES = 64 << 20  # of images read in one job, so that several threads share a restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,9 @@ class Restore:
     failed: dict[Load, str] = field(default_factory=dict[Load, str])
     host_tokens: int = 0
     disk_tokens: int = 0
+    read_bytes: int = 0  # as they lie in their tiers
+    began_s: float = 0.0
+    elapsed_s: float = 0.0  # from the plan to the last byte
     is_done: bool = False
 
 
@@ -59,6 +62,7 @@ class Restorer:
         host: HostTier | None,
         disk: DiskTier | None,
         forget: Callable[[list[Node]], None],
+        ended: Callable[["Restore"], None],
     ) -> None:
         self.device = device
         self.transfer = transfer
@@ -66,6 +70,7 @@ class Restorer:
         self.host = host
         self.disk = disk
         self.forget = forget
+        self.ended = ended
         self.in_flight: dict[Node, Restore] = {}  # by the node it ends at
         self._num_started = 0
 
@@ -101,7 +106,7 @@ class Restorer:
         ]
         if num_slots:
             loads.append(self._load(resources, target, self.device.take_slot(resources), is_state=True))
-        restore = Restore(resources, target, tuple(loads), pending=0)
+        restore = Restore(resources, target, tuple(loads), pending=0, began_s=time.perf_counter())
         self.in_flight[target] = restore
         self._submit(restore)
         return restore
@@ -151,7 +156,7 @@ class Restorer:
         def done(error: Exception | None) -> None:
             restore.failed.update(failures if error is None else dict.fromkeys(batch, str(error) or repr(error)))
             restore.pending -= 1
-            self._count(batch, took_s)
+            self._count(restore, batch, took_s)
             if restore.pending == 0:
                 self._finish(restore)
 
@@ -208,7 +213,9 @@ class Restorer:
         if self.disk is not None:
             self.disk.stats.hit_tokens += restore.disk_tokens
         del self.in_flight[restore.target]
+        restore.elapsed_s = time.perf_counter() - restore.began_s
         restore.is_done = True
+        self.ended(restore)
         restore.resources.release()
 
     def set_aside(self, node: Node, ref: RecordRef, reason: str) -> bool:
@@ -228,7 +235,7 @@ class Restorer:
             return False
         return True
 
-    def _count(self, batch: Sequence[Load], took_s: float) -> None:
+    def _count(self, restore: Restore, batch: Sequence[Load], took_s: float) -> None:
         """What one job read, all of it from one tier."""
         layout = self.device.layout
         stats = self.host.stats if batch[0].chunks is not None and self.host is not None else None
@@ -239,4 +246,6 @@ class Restorer:
         stats.read_s += took_s
         for load in batch:
             image_bytes = layout.slot_bytes if load.is_state else layout.block_bytes
-            stats.read_bytes += load.record[1].stored_bytes if load.record is not None else image_bytes
+            num_bytes = load.record[1].stored_bytes if load.record is not None else image_bytes
+            stats.read_bytes += num_bytes
+            restore.read_bytes += num_bytes

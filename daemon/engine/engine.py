@@ -89,7 +89,7 @@ class Engine:
         self.cache = cache
         self.device = device = cache.device
         self.rate = PrefillRate()
-        self.scheduler = Scheduler(cache, config, self.rate)
+        self.scheduler = Scheduler(cache, config)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot)

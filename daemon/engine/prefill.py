@@ -117,6 +117,8 @@ class Prefill:
         sequence.computed_len = chunk.end
         if chunk.end - chunk.start == device.grid:
             self.rate.saw(device.grid, chunk.elapsed_s)
+            costs = self.cache.costs
+            costs.prefill.observe(costs.cost.flops(chunk.start, chunk.end), chunk.elapsed_s)
 
     def _publish(self, sequence: Sequence, chunk: Chunk) -> None:
         """The blocks of a whole grid chunk become the tree's; the state after it a checkpoint, where worth keeping."""

@@ -139,13 +139,15 @@ class Questions:
         token_ids = list(memoryview(question.prompt_ids).cast("i"))
         match = device.lookup(token_ids, question.namespace)
         path = device.walk(token_ids, question.namespace)
-        choice = self.cache.weigh(match, self.rate.seconds)
+        verdict = self.cache.weigh(match)
+        is_load = verdict is not None and verdict.is_load
         size = device.layout.block_size
         resume_len = match.resume_len
         nodes = list(match.nodes)
-        if choice.is_worth and match.deeper is not None:
+        if is_load and match.deeper is not None:
             resume_len = match.deeper.resume_len
             nodes += match.deeper.nodes
+        end = device.end_of(resume_len, match.known_len, len(token_ids))
         at = nodes[-1] if nodes else None
         where = None
         if at is not None and device.layout.slots:
@@ -160,9 +162,9 @@ class Questions:
             checkpoint_position=resume_len if where is not None else None,
             checkpoint_tier=where,
             compute_s=self.rate.seconds(0, resume_len),
-            gate=GateDecision.NOTHING if match.deeper is None else _DECISIONS[choice.is_worth],
-            stop_reason=match.end.name if choice.is_worth or match.deeper is None else "RECOMPUTE",
-            stop=str(match.end) if choice.is_worth or match.deeper is None else choice.reason,
+            gate=GateDecision.NOTHING if verdict is None else _DECISIONS[is_load],
+            stop_reason=end.name if is_load or verdict is None else "RECOMPUTE",
+            stop=str(end) if is_load or verdict is None else str(verdict),
         )
 
     def _by_tier(self, nodes: list[Node]) -> tuple[LookupTier, ...]:

@@ -7,9 +7,9 @@ slots are acquired all at once or not at all; a waiting sequence holds nothing. 
 
 from bisect import insort
 from dataclasses import dataclass
+from math import inf
 
 from daemon.config import EngineConfig
-from daemon.engine.rate import PrefillRate
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from tiers.cache import TieredCache
 from tiers.device import Match
@@ -38,9 +38,8 @@ class Admitted:
 class Scheduler:
     """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
 
-    def __init__(self, cache: TieredCache, config: EngineConfig, rate: PrefillRate) -> None:
+    def __init__(self, cache: TieredCache, config: EngineConfig) -> None:
         self.cache = cache
-        self.rate = rate
         self.device = device = cache.device
         self.restore_timeout_s = config.restore_timeout_s
         self.growth_window = config.growth_window
@@ -272,7 +271,8 @@ class Scheduler:
         """
         request, device = sequence.request, self.device
         match = device.lookup(request.prompt_ids, request.submit.namespace)
-        restores = request.restores < MAX_RESTORES and self.cache.weigh(match, self.rate.seconds).is_worth
+        verdict = self.cache.weigh(match)
+        restores = verdict is not None and verdict.is_load and request.restores < MAX_RESTORES
         known = match.nodes
         if restores and match.deeper is not None:
             known = (*known, *(node for node in match.deeper.nodes if node.block_id is not None))
@@ -286,9 +286,9 @@ class Scheduler:
         slots = device.num_available_slots - (restores or match.checkpoint is not None)
         if self.num_running + choices > self.max_sequences or own + tail * (choices - 1) > blocks or choices > slots:
             return None
-        if restores:
+        if verdict is not None and restores:
             sequence.restore = self.cache.fetch(match)
-            sequence.restore_until = now + self.restore_timeout_s
+            sequence.restore_until = now + min(self.restore_timeout_s, verdict.deadline_s or inf)
             return Admitted(sequence, match)
         resumed_at = match.nodes[-1] if match.nodes else None
         sequence.block_table = device.hold_prefix(sequence.resources, match)

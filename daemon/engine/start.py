@@ -70,7 +70,7 @@ def start(
         store = open_store(config, Identity(fingerprint, profile, layout))
     except StoreError as error:
         raise StartError(f"the disk tier: {error}") from error
-    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), store)
+    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), compute=loaded.model.compute, store=store)
     engine = Engine(
         config=config,
         model=loaded.model,

@@ -4,9 +4,12 @@ import logging
 from pathlib import Path
 
 from daemon.config import EngineConfig
-from tiers.cache import LowerTiers, TieredCache
+from daemon.models.base import Compute
+from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier, RecordStore
+from tiers.flops import ComputeCost
+from tiers.gate import PrefillSpeed
 from tiers.host import HostTier
 from tiers.mover import Mover
 from tiers.pools import DevicePools, HostArena
@@ -38,7 +41,13 @@ def open_store(config: EngineConfig, identity: Identity) -> DiskStore | None:
 
 
 def make_cache(
-    config: EngineConfig, device: DeviceTier, pools: DevicePools, mover: Mover, store: RecordStore | None
+    config: EngineConfig,
+    device: DeviceTier,
+    pools: DevicePools,
+    mover: Mover,
+    *,
+    compute: Compute,
+    store: RecordStore | None,
 ) -> TieredCache:
     """The cache over the tiers that the settings name; what the store holds is known from the start."""
     host, arena = None, None
@@ -52,4 +61,12 @@ def make_cache(
         disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s)
-    return TieredCache(device, Transfer(pools, arena), mover, lower=LowerTiers(host, disk), limits=limits)
+    cost = ComputeCost(matmul_params=compute.matmul_params, pair_flops=compute.pair_flops)
+    return TieredCache(
+        device,
+        Transfer(pools, arena),
+        mover,
+        lower=LowerTiers(host, disk),
+        limits=limits,
+        costs=Costs(cost, PrefillSpeed(), config.break_even),
+    )

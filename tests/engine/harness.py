@@ -105,7 +105,7 @@ class Harness:
         self.other: list[ToFront] = []
         layout = self.model.layout(block_size)
         host_bytes = num_chunks * layout.block_bytes
-        settings = {"max_sequences": 16, "growth_window": 8, "host_bytes": host_bytes, **config}
+        settings = {"max_sequences": 16, "growth_window": 8, "host_bytes": host_bytes, "break_even": False, **config}
         self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
         self.mover = ManualMover(slow)
@@ -114,7 +114,7 @@ class Harness:
             config=self.config,
             model=self.model,
             pools=self.pools,
-            cache=make_cache(self.config, self.device, self.pools, self.mover, store),
+            cache=make_cache(self.config, self.device, self.pools, self.mover, compute=self.model.compute, store=store),
             send=self._receive,
             clock=lambda: self.now,
             unix_clock=lambda: 1e9 + self.now,
