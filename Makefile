@@ -16,7 +16,7 @@ BENCH_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-PROTOS := proto/downcore/v1/generation.proto proto/downcore/v1/admin.proto
+PROTOS := $(wildcard proto/downcore/v1/*.proto)
 
 .PHONY: setup run serve model test lint format bench proto campaign clean
 

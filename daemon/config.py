@@ -1,8 +1,10 @@
 """The engine's settings, frozen and checked when made. The front parses them and sends them over."""
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 MIN_DISK_BYTES = 64 << 20  # index, write-ahead log and a few segments
 
@@ -50,15 +52,27 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     growth_window: int = 512  # tokens reserved ahead of each sequence at admission
     slice_ms: float = 15.0  # longest stretch of a prefill between two decode steps, checked at the forward's pauses
     pin_fraction: float = 0.0  # of the blocks, the most that pins may bind
-    reuse: Reuse = Reuse.EXACT
-    policy: EvictionPolicy = EvictionPolicy.MARCONI
-    host_bytes: int | None = None  # of the host tier; 0: there is none; None: chosen at start-up
-    disk_path: str | None = None  # directory of the disk tier; None: there is none
-    disk_bytes: int | None = None  # the most that du may say of it; None: chosen at start-up
-    write_bytes_per_s: int | None = None  # the fastest that blocks are written down to disk; None: unlimited
-    break_even: bool = True  # a prefix is loaded from a lower tier only where computing it would take longer
-    restore_timeout_s: float = 5.0  # longest wait for a prefix from a lower tier; then it is computed
-    dirty_bytes: int = 256 << 20  # waiting to be written down; beyond it write-downs are dropped
+    reuse: Annotated[Reuse, Meta(description="what requests share: exact or fast")] = Reuse.EXACT
+    policy: Annotated[EvictionPolicy, Meta(description="what goes first from a full tier: marconi or lru")] = (
+        EvictionPolicy.MARCONI
+    )
+    host_bytes: Annotated[int | None, Meta(description="bytes of the host tier; without it, or 0, there is none")] = (
+        None
+    )
+    disk_path: Annotated[str | None, Meta(description="directory of the disk tier; without it there is none")] = None
+    disk_bytes: Annotated[int | None, Meta(description="the most that du may say of it; without it 16 GiB")] = None
+    write_bytes_per_s: Annotated[
+        int | None, Meta(description="how fast blocks are written down to disk; without it unlimited")
+    ] = None
+    break_even: Annotated[
+        bool, Meta(description="load a prefix from a lower tier only where computing it would take longer")
+    ] = True
+    restore_timeout_s: Annotated[
+        float, Meta(description="longest wait for a prefix from a lower tier; then it is computed")
+    ] = 5.0
+    dirty_bytes: Annotated[
+        int, Meta(description="most bytes waiting to be written down; beyond it writes are dropped")
+    ] = 256 << 20
 
     def __post_init__(self) -> None:
         _within("block_size", self.block_size, 1, 1024)

@@ -18,6 +18,11 @@ class ErrorReason(StrEnum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"  # this key names a job of other content
+    PREFIX_PINNED = "PREFIX_PINNED"  # unpin it first
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"  # the namespace has no room left for this
+    TIER_UNAVAILABLE = "TIER_UNAVAILABLE"  # the daemon has no such tier, or it takes nothing now
+    ABORTED = "ABORTED"  # an operator ended it
     DRAINING = "DRAINING"
     ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"  # loading, dead or being restarted
     READER_STALLED = "READER_STALLED"  # the client took no message for too long

@@ -3,6 +3,8 @@
 Each message is a 4-byte big-endian length and that many bytes of MessagePack. Both ends check the length before they
 allocate. There is no path, no listener and no pickle: the socket is made by the front before it spawns the engine, so
 the death of either side is an end-of-file at the other.
+
+What they say about prefixes, tiers and quotas is in daemon/cache_messages.py, and part of the unions below.
 """
 
 import struct
@@ -10,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from daemon.cache_messages import CacheToEngine, CacheToFront, TierName
 from daemon.config import EngineConfig
 from daemon.errors import ErrorReason
 
@@ -67,7 +70,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request, or one choice of it, wherever it is: queued, prefilling, decoding. Unknown ids are ignored."""
+    """Ends a request, or one choice of it, wherever it is: queued, prefilling, decoding. Unknown ids are ignored.
+
+    Of a Warm nothing more is sent; of a Submit each choice's Finished.
+    """
 
     request_id: str
     index: int | None = None
@@ -123,6 +129,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     state_fingerprint: str
     numerics_profile: str
     eos_token_ids: tuple[int, ...]
+    tiers: tuple[TierName, ...] = (TierName.DEVICE,)  # those it has, degraded ones included
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -206,7 +213,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The whole request failed. Nothing of it is held any more."""
+    """The whole request failed, a Submit or a Warm. Nothing of it is held any more."""
 
     request_id: str
     reason: ErrorReason
@@ -215,8 +222,19 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
+class TierState(StrEnum):
+    """What a tier still does."""
+
+    OK = "ok"
+    READ_ONLY = "read-only"  # serves what it has, takes nothing
+    DEGRADED = "degraded"  # neither, until it has proven itself again
+
+
 class TierRow(msgspec.Struct, frozen=True):
-    """One tier's figures: held + cached + free = capacity, in bytes and in blocks."""
+    """One tier's figures: held + cached + free = capacity, in bytes and in blocks. Counters since the engine's start.
+
+    A read brings bytes from this tier to the device, a write brings them here; `read_s` / `reads` is the mean latency.
+    """
 
     name: str
     medium: str
@@ -233,10 +251,31 @@ class TierRow(msgspec.Struct, frozen=True):
     cached_blocks: int
     slots: int
     free_slots: int
+    dirty_bytes: int = 0  # waiting to be written to this tier
+    used_bytes: int = 0  # what the medium has given up for it; of a disk what du says
+    quota_bytes: int | None = None  # the most that used_bytes may be; None: the capacity is all there is
+    reads: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    writes: int = 0
+    written_bytes: int = 0
+    write_s: float = 0.0
+    dropped_writes: int = 0  # given up at the bound of dirty bytes, or because the medium failed
+    verify_failures: int = 0  # records that did not check
+    quarantined: int = 0  # records set aside now
+    gate_refusals: int = 0  # hits not loaded because computing was faster
+    state: TierState = TierState.OK
+    state_reason: str = ""  # in words where it is not ok
+    is_unified: bool = False  # shares one physical memory with the tier before it, counted once
+    driver_free_bytes: int | None = None  # device: what its driver says is free
+    host_free_bytes: int | None = None  # what the system says is free, where that is the same memory
 
 
 class SequenceRow(msgspec.Struct, frozen=True):
-    """One sequence as the engine sees it. `state`: queued, prefilling, decoding or preempted."""
+    """One sequence as the engine sees it, a Warm's too.
+
+    `state`: queued, restoring, prefilling, decoding or preempted.
+    """
 
     request_id: str
     index: int
@@ -274,8 +313,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     findings: tuple[str, ...] = ()
 
 
-ToEngine = Configure | Submit | Abort | StopSequence | Query | Shutdown
-ToFront = Loading | Ready | LoadFailed | Pulse | Started | StepOutput | Rejected | Answer
+ToEngine = Configure | Submit | Abort | StopSequence | Query | Shutdown | CacheToEngine
+ToFront = Loading | Ready | LoadFailed | Pulse | Started | StepOutput | Rejected | Answer | CacheToFront
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

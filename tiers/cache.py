@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 from tiers.device import DeviceTier, Match
 from tiers.disk import DiskTier
+from tiers.eviction import Weights
 from tiers.flops import ComputeCost
 from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
+from tiers.history import History
 from tiers.host import HostTier
 from tiers.mover import Job, Mover, Priority
 from tiers.resources import Resources
@@ -58,6 +60,7 @@ class TieredCache:
         self.disk = lower.disk
         self.mover = mover
         self.costs = costs
+        self.history = History()
         self.gates = {name: BreakEvenGate(costs.prefill) for name in self.names if name != "device"}
         self.restorer = Restorer(
             device, transfer, mover, host=self.host, disk=self.disk, forget=self.forget, ended=self._observe
@@ -68,6 +71,10 @@ class TieredCache:
         self.disk_refusals = 0
         self.swapper = Swapper(device, self.host, transfer) if self.host is not None else None
         device.forget = self.forget
+        if self.host is not None:
+            self.host.forget = self.forget
+        if self.disk is not None:
+            self.disk.forget = self.forget
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,6 +164,31 @@ class TieredCache:
     def fetch(self, match: Match) -> Restore:
         """Begins to bring back the deeper part of a match, or joins who does."""
         return self.restorer.start(match)
+
+    def reweigh(self, weights: Weights) -> None:
+        """Other weights for the lowest tier, which is the one that is tuned."""
+        lowest = self.disk or self.host
+        for order in (lowest.order,) if lowest is not None else (self.device.leaves, self.device.states):
+            order.reweigh(weights)
+
+    def used(self, node: Node, gap_s: float) -> None:
+        """A hit resumed at this node.
+
+        Args:
+            gap_s: usual time between uses from now on.
+        """
+        node.gap_s = gap_s
+        self.settle(node)
+        if self.disk is not None:
+            self.disk.use(node)
+
+    def settle(self, node: Node) -> None:
+        """A pin came or went, or its worth has changed: what may be evicted is not what it was."""
+        self.device.settle(node)
+        if self.host is not None:
+            self.host.settle(node)
+        if self.disk is not None:
+            self.disk.settle(node)
 
     def forget(self, nodes: list[Node]) -> None:
         """Nodes that are out of the tree: what they have in the lower tiers goes back."""

@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tiers.eviction import LRU, EvictionOrder, Weights
+from tiers.flops import ComputeCost
 from tiers.id_pool import IdPool
-from tiers.keys import Provenance, root_key, token_bytes
+from tiers.keys import Provenance, block_key, root_key, token_bytes
 from tiers.layout import StateLayout
 from tiers.resources import Resources
 from tiers.tree import Node, PrefixTree
+from tiers.worth import DEVICE, Appraiser
+
+NO_COST = ComputeCost(matmul_params=0, pair_flops=0)  # all stops are worth the same
 
 
 class MatchEnd(StrEnum):
@@ -69,14 +74,29 @@ class DeviceTier:
     `forget` takes the nodes that went with their last block, to give back what they have in other tiers.
     """
 
-    def __init__(self, layout: StateLayout, *, grid: int, num_blocks: int, num_slots: int, fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        *,
+        grid: int,
+        num_blocks: int,
+        num_slots: int,
+        fingerprint: bytes,
+        appraiser: Appraiser | None = None,
+        weights: Weights = LRU,
+    ) -> None:
         layout.check_grid(grid)
         self.layout = layout
+        self.weights = weights
         self.grid = grid
         self.fingerprint = fingerprint
         self.blocks = IdPool(num_blocks)
         self.slots = IdPool(num_slots)
         self.tree = PrefixTree()
+        self.appraiser = appraiser or Appraiser(layout, grid, NO_COST)
+        # What may go, if anything must: leaves for their blocks, checkpoints for their slots.
+        self.leaves = EvictionOrder[Node](self.weights)
+        self.states = EvictionOrder[Node](self.weights)
         self.stats = DeviceStats()
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.reserved_blocks = self.blocks.take(1)
@@ -132,6 +152,18 @@ class DeviceTier:
         end = self.end_of(resume_len, known_len, len(token_ids)) if deeper is None else MatchEnd.BELOW
         return Match(tuple(path[:num_resumed]), resume_len, known_len, end, deeper)
 
+    def grid_keys(self, token_ids: Sequence[int], namespace: str) -> tuple[bytes, ...]:
+        """Block keys at a prompt's grid positions, known or not."""
+        key = self._root_key(namespace)
+        keys: list[bytes] = []
+        per_chunk = self.appraiser.chunk_blocks
+        end = len(token_ids) // self.grid * self.grid
+        for count, tokens in enumerate(self._block_tokens(token_ids, 0, end), 1):
+            key = block_key(key, tokens)
+            if count % per_chunk == 0:
+                keys.append(key)
+        return tuple(keys)
+
     def end_of(self, resume_len: int, known_len: int, prompt_len: int) -> MatchEnd:
         """Why a prompt does not resume further than it does."""
         last = (prompt_len - 1) // self.grid * self.grid
@@ -153,6 +185,7 @@ class DeviceTier:
             self._hold_node(resources, node)
         if match.nodes:
             self.tree.use(match.nodes[-1])
+            self._settle_state(match.nodes[-1])
         return [_block_of(node) for node in match.nodes]
 
     def take_blocks(self, resources: Resources, count: int) -> list[int]:
@@ -170,8 +203,12 @@ class DeviceTier:
         Args:
             keep: a node whose checkpoint is about to be copied and must not be the one that makes room.
         """
+        if keep is not None:
+            self.states.discard(keep)
         if self.slots.num_free == 0:
-            self._evict_checkpoint(keep)
+            self._evict_checkpoint()
+        if keep is not None:
+            self._settle_state(keep)
         (id_,) = self.slots.take(1)
         resources.hold("slot", id_, lambda: self.slots.release(id_))
         return id_
@@ -216,6 +253,8 @@ class DeviceTier:
         self.tree.attach(node, block_id)
         self.tree.charge(node, self.layout.block_bytes)
         self.tree.hold(node)
+        if node.parent is not None:
+            self.leaves.discard(node.parent)
         resources.swap("block", block_id, block_id, lambda: self._release_node(node))
 
     def take_checkpoint(self, node: Node) -> int | None:
@@ -244,7 +283,8 @@ class DeviceTier:
     def hold_state(self, resources: Resources, node: Node) -> None:
         """Keeps a node's checkpoint in its slot; the path to it is held by the same owner."""
         self.tree.hold_state(node)
-        resources.hold("checkpoint", node.key, lambda: self.tree.unhold_state(node))
+        self.states.discard(node)
+        resources.hold("checkpoint", node.key, lambda: self._release_state(node))
 
     def drop_cache(self) -> int:
         """Empties the device of every prefix that nothing holds; returns how many blocks that freed."""
@@ -265,6 +305,8 @@ class DeviceTier:
                     f"block {node.block_id}: {refs} owners, {node.holders} holders, the tree"
                 )
             assert node.checkpoint is None or self.slots.refs(node.checkpoint) == 1
+            assert (node in self.leaves) is node.is_evictable, "an evictable node would never be evicted"
+            assert (node in self.states) is (node.checkpoint is not None and node.state_holders == 0)
         assert self.blocks.num_held >= self.tree.num_cached + len(self.reserved_blocks)
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
@@ -299,41 +341,77 @@ class DeviceTier:
 
     def _hold_node(self, resources: Resources, node: Node) -> None:
         self.tree.hold(node)
+        self.leaves.discard(node)
         self.blocks.share(_block_of(node))
         resources.hold("block", _block_of(node), lambda: self._release_node(node))
 
     def _release_node(self, node: Node) -> None:
         self.tree.unhold(node)
         self.blocks.release(_block_of(node))
+        self._settle_leaf(node)
+
+    def _release_state(self, node: Node) -> None:
+        self.tree.unhold_state(node)
+        self._settle_state(node)
+
+    def settle(self, node: Node) -> None:
+        """Its worth has changed."""
+        self._settle_leaf(node)
+        self._settle_state(node)
+
+    def _settle_leaf(self, node: Node) -> None:
+        """Offers a node, or takes it back, as it is now."""
+        if node.is_evictable:
+            self.leaves.offer(node, self.appraiser.stop(node, DEVICE))
+        else:
+            self.leaves.discard(node)
+
+    def _settle_state(self, node: Node) -> None:
+        if node.checkpoint is not None and node.state_holders == 0:
+            self.states.offer(node, self.appraiser.state(node))
+        else:
+            self.states.discard(node)
 
     def drop_block(self, node: Node) -> None:
         """Takes an evictable node's block, and its checkpoint, off the device. It may be nowhere then."""
         if node.checkpoint is not None:
             self.drop_checkpoint(node)
+        self.leaves.discard(node)
+        above = node.parent
         self.tree.charge(node, -self.layout.block_bytes)
         self.blocks.release(self.tree.detach(node))
         self.stats.evicted_blocks += 1
+        assert above is not None
+        self._settle_leaf(above)
 
     def drop_checkpoint(self, node: Node) -> None:
         """Takes a node's checkpoint off the device."""
         self.tree.charge(node, -self.layout.slot_bytes)
         self.slots.release(self.tree.clear_checkpoint(node))
+        self.states.discard(node)
         self.stats.evicted_checkpoints += 1
 
     def _set_checkpoint(self, node: Node, slot_id: int) -> None:
         self.tree.set_checkpoint(node, slot_id)
         self.tree.charge(node, self.layout.slot_bytes)
+        self._settle_state(node)
 
     def _evict_block(self) -> None:
-        node = self.tree.pop_oldest()
+        """The least worthwhile leaf, and of the blocks that only it needed those of one grid chunk."""
+        node = self.leaves.pop(self.tree.time_s)
         assert node is not None, "more blocks wanted than can be had"
-        self.drop_block(node)
-        if not node.has_block:
-            self.stats.lost_blocks += 1
-            self.forget(self.tree.prune(node))
+        for _ in range(self.appraiser.chunk_blocks):
+            above = node.parent
+            self.drop_block(node)
+            if not node.has_block:
+                self.stats.lost_blocks += 1
+                self.forget(self.tree.prune(node))
+            if above is None or not above.is_evictable or above.checkpoint is not None:
+                break
+            node = above
 
-    def _evict_checkpoint(self, keep: Node | None = None) -> None:
-        node = self.tree.oldest_checkpoint(keep)
+    def _evict_checkpoint(self) -> None:
+        node = self.states.pop(self.tree.time_s)
         assert node is not None, "more slots wanted than can be had"
         self.drop_checkpoint(node)
 

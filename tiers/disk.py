@@ -5,16 +5,17 @@ stays whole: a block's record may go when no block below it has one, a state's a
 """
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tiers.device import DeviceTier
+from tiers.eviction import EvictionOrder
 from tiers.health import StoreHealth
 from tiers.keys import Provenance, block_key, root_key
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 from tiers.tree import Node
+from tiers.worth import DISK
 
 HEADER_BYTES = 8 << 10  # of a record beside its image, at the most: header, and padding to the next sector
 
@@ -111,22 +112,25 @@ class DiskTier:
         self.fingerprint = device.fingerprint
         self.stats = DiskStats()
         self.garbage: list[RecordRef] = []
-        self._by_use: OrderedDict[RecordRef, tuple[Node, bool]] = OrderedDict()  # oldest use first; bool: of the state
+        self.forget: Callable[[list[Node]], None] = _has_no_other_tier
+        self.appraiser = device.appraiser
+        self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
+        self._records: dict[RecordRef, tuple[Node, bool]] = {}  # bool: of the checkpoint
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of the tree's records, as the quota counts them."""
-        return sum(ref.stored_bytes for ref in self._by_use)
+        return sum(ref.stored_bytes for ref in self._records)
 
     @property
     def num_records(self) -> int:
         """Of the tree."""
-        return len(self._by_use)
+        return len(self._records)
 
     @property
     def pinned_bytes(self) -> int:
         """Of those, what pins bind."""
-        return sum(ref.stored_bytes for ref, (node, _) in self._by_use.items() if node.pins)
+        return sum(ref.stored_bytes for ref, (node, _) in self._records.items() if node.pins)
 
     def head(self, node: Node, kind: RecordKind) -> RecordHead:
         """What a record of this node says of itself."""
@@ -142,17 +146,17 @@ class DiskTier:
         )
 
     def newest(self) -> "Place | None":
-        """The record used last."""
-        if not self._by_use:
+        """The record written last."""
+        if not self._records:
             return None
-        ref = next(reversed(self._by_use))
-        node, is_state = self._by_use[ref]
+        ref = next(reversed(self._records))
+        node, is_state = self._records[ref]
         return Place(node, self.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK), ref)
 
     def places(self) -> list["Place"]:
         """Every record that a node has, as it is now."""
         kinds = {False: RecordKind.BLOCK, True: RecordKind.CHECKPOINT}
-        return [Place(node, self.head(node, kinds[is_state]), ref) for ref, (node, is_state) in self._by_use.items()]
+        return [Place(node, self.head(node, kinds[is_state]), ref) for ref, (node, is_state) in self._records.items()]
 
     def examine(self, places: Sequence["Place"]) -> list[Exception | None]:
         """Reads records and forgets them again; of each, what is wrong. Called on I/O threads."""
@@ -204,21 +208,22 @@ class DiskTier:
         assert node.parent is not None
         node.disk_block = ref
         node.parent.disk_children += 1
-        self._by_use[ref] = (node, False)
+        self._records[ref] = (node, False)
+        self.settle(node)
+        self.settle(node.parent)
         self.tree.charge(node, ref.stored_bytes)
 
     def set_state(self, node: Node, ref: RecordRef) -> None:
         """The node's checkpoint is on disk from now on."""
         assert node.disk_state is None
         node.disk_state = ref
-        self._by_use[ref] = (node, True)
+        self._records[ref] = (node, True)
+        self.settle(node)
         self.tree.charge(node, ref.stored_bytes)
 
     def use(self, node: Node) -> None:
         """A hit ended at this node."""
         refs = [ref for ref in (node.disk_block, node.disk_state) if ref is not None]
-        for ref in refs:
-            self._by_use.move_to_end(ref)
         if refs:
             self.store.touch(refs, int(self.tree.time_s))
 
@@ -229,7 +234,9 @@ class DiskTier:
         node.disk_block = None
         if node.parent is not None:  # else it is out of the tree already
             node.parent.disk_children -= 1
-        del self._by_use[ref]
+            self.settle(node.parent)
+        self.settle(node)
+        del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
 
@@ -238,7 +245,8 @@ class DiskTier:
         ref = node.disk_state
         assert ref is not None
         node.disk_state = None
-        del self._by_use[ref]
+        self.settle(node)
+        del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
 
@@ -278,22 +286,14 @@ class DiskTier:
         self.stats.dropped_writes += num_records
 
     def make_room(self, image_bytes: int, num_records: int) -> bool:
-        """Drops the least recently used records until these images fit, however badly they code, without garbage."""
+        """Drops the least worthwhile stops until these images fit, however badly they code, without the garbage."""
         num_bytes = image_bytes + num_records * HEADER_BYTES + self.store.reserve_bytes(num_records)
         free = self.store.quota_bytes - self.store.usage_bytes + sum(ref.stored_bytes for ref in self.garbage)
         while free < num_bytes:
-            victim = next((item for item in self._by_use.items() if self._may_go(*item[1])), None)
-            if victim is None:
+            node = self.order.pop(self.tree.time_s)
+            if node is None:
                 return False
-            ref, (node, is_state) = victim
-            if is_state:
-                self.drop_state(node)
-            else:
-                self.drop_block(node)
-                if not node.has_block:
-                    self.tree.prune(node)
-            self.stats.evicted_records += 1
-            free += ref.stored_bytes
+            free += self._evict(node)
         return True
 
     def take_garbage(self) -> list[RecordRef]:
@@ -307,15 +307,36 @@ class DiskTier:
         for node in self.tree.nodes():
             for ref, is_state in ((node.disk_block, False), (node.disk_state, True)):
                 if ref is not None:
-                    assert self._by_use[ref] == (node, is_state), "a record with another owner"
+                    assert self._records[ref] == (node, is_state), "a record with another owner"
                     seen += 1
-        assert seen == len(self._by_use), "a record that no node has"
+            is_leaf = node.disk_block is not None and node.disk_children == 0
+            assert (node in self.order) is (node.pins == 0 and (is_leaf or node.disk_state is not None))
+        assert seen == len(self._records), "a record that no node has"
 
-    def _may_go(self, node: Node, is_state: bool) -> bool:
-        if node.pins:
-            return False
-        if is_state:
-            return True
-        if node.disk_children or node.disk_state is not None:
-            return False
-        return node.block_id is not None or node.host_block is not None or not (node.children or node.has_state)
+    def settle(self, node: Node) -> None:
+        """Offers a stop for eviction, or takes it back, as it is now."""
+        is_leaf = node.disk_block is not None and node.disk_children == 0
+        if node.parent is not None and node.pins == 0 and (is_leaf or node.disk_state is not None):
+            self.order.offer(node, self.appraiser.stop(node, DISK))
+        else:
+            self.order.discard(node)
+
+    def _evict(self, node: Node) -> int:
+        """A checkpoint, and at a leaf the blocks that only it needs, of one grid chunk; how many bytes that frees."""
+        before = len(self.garbage)
+        if node.disk_state is not None:
+            self.drop_state(node)
+        for _ in range(self.appraiser.chunk_blocks):
+            above = node.parent
+            if above is None or node.disk_block is None or node.disk_children or node.pins or node.disk_state:
+                break
+            self.drop_block(node)
+            if not node.has_block:
+                self.forget(self.tree.prune(node))
+            node = above
+        self.stats.evicted_records += len(self.garbage) - before
+        return sum(ref.stored_bytes for ref in self.garbage[before:])
+
+
+def _has_no_other_tier(nodes: list[Node]) -> None:
+    assert not any(node.has_block or node.has_state for node in nodes), "nobody looks after other tiers"

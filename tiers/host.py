@@ -5,15 +5,17 @@ copy may go when nothing uses or pins it and the prefix stays whole without it: 
 hangs below it here. Bytes are moved by tiers/transfer.py, ids are all that is known here.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import cast
 
 from tiers.copies import HostCopy
+from tiers.device import DeviceTier
+from tiers.eviction import EvictionOrder
 from tiers.id_pool import IdPool
 from tiers.resources import Resources
-from tiers.tree import Node, PrefixTree
+from tiers.tree import Node
+from tiers.worth import HOST
 
 
 @dataclass(slots=True)
@@ -33,22 +35,25 @@ class HostStats:
 class HostTier:
     """Owns the chunks. Every copy is reached from a node, or from the resources of a swapped-out sequence."""
 
-    def __init__(self, tree: PrefixTree, *, num_chunks: int, chunk_bytes: int) -> None:
-        self.tree = tree
+    def __init__(self, device: DeviceTier, *, num_chunks: int, chunk_bytes: int) -> None:
+        self.tree = device.tree
         self.chunk_bytes = chunk_bytes
         self.chunks = IdPool(num_chunks)
         self.stats = HostStats()
-        self._by_use: OrderedDict[HostCopy, tuple[Node, bool]] = OrderedDict()  # oldest use first; bool: of the state
+        self.appraiser = device.appraiser
+        self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
+        self.forget: Callable[[list[Node]], None] = _has_no_other_tier
+        self._copies: dict[HostCopy, tuple[Node, bool]] = {}  # bool: of the checkpoint
 
     @property
     def num_cached_chunks(self) -> int:
         """Chunks of the tree's copies."""
-        return sum(len(copy.chunks) for copy in self._by_use)
+        return sum(len(copy.chunks) for copy in self._copies)
 
     @property
     def num_pinned_chunks(self) -> int:
         """Of those, the ones that pins bind here."""
-        return sum(len(copy.chunks) for copy, (node, _) in self._by_use.items() if node.pins)
+        return sum(len(copy.chunks) for copy, (node, _) in self._copies.items() if node.pins)
 
     def chunks_for(self, num_bytes: int) -> int:
         return -(-num_bytes // self.chunk_bytes)
@@ -78,14 +83,17 @@ class HostTier:
         assert node.parent is not None
         node.host_block = HostCopy(chunks)
         node.parent.host_children += 1
-        self._by_use[node.host_block] = (node, False)
+        self._copies[node.host_block] = (node, False)
+        self.settle(node)
+        self.settle(node.parent)
         self.tree.charge(node, len(chunks) * self.chunk_bytes)
 
     def set_state(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The same for the node's checkpoint."""
         assert node.host_state is None
         node.host_state = HostCopy(chunks)
-        self._by_use[node.host_state] = (node, True)
+        self._copies[node.host_state] = (node, True)
+        self.settle(node)
         self.tree.charge(node, len(chunks) * self.chunk_bytes)
 
     def give(self, resources: Resources, node: Node, chunks: tuple[int, ...], *, is_state: bool) -> None:
@@ -101,12 +109,9 @@ class HostTier:
     def hold(self, resources: Resources, copy: HostCopy) -> None:
         """Keeps a copy where it is for one more user."""
         copy.users += 1
+        if copy in self._copies:
+            self.settle(self._copies[copy][0])
         resources.hold("host copy", copy.chunks, lambda: self._unhold(copy))
-
-    def use(self, copy: HostCopy) -> None:
-        """A hit read it."""
-        if copy in self._by_use:
-            self._by_use.move_to_end(copy)
 
     def drop_block(self, node: Node) -> None:
         """Forgets the node's block here. The caller looks after what hangs below."""
@@ -115,6 +120,8 @@ class HostTier:
         node.host_block = None
         if node.parent is not None:  # else it is out of the tree already
             node.parent.host_children -= 1
+            self.settle(node.parent)
+        self.settle(node)
         self._forget(node, copy)
 
     def drop_state(self, node: Node) -> None:
@@ -122,6 +129,7 @@ class HostTier:
         copy = node.host_state
         assert copy is not None
         node.host_state = None
+        self.settle(node)
         self._forget(node, copy)
 
     def check(self) -> None:
@@ -131,46 +139,64 @@ class HostTier:
         for node in self.tree.nodes():
             for copy, is_state in ((node.host_block, False), (node.host_state, True)):
                 if copy is not None:
-                    assert self._by_use[copy] == (node, is_state), "a copy with another owner"
+                    assert self._copies[copy] == (node, is_state), "a copy with another owner"
                     assert not seen.intersection(copy.chunks), "two copies share a chunk"
                     seen.update(copy.chunks)
-        assert sum(len(copy.chunks) for copy in self._by_use) == len(seen), "a copy that no node has"
+            assert (node in self.order) is self._may_go(node)
+        assert sum(len(copy.chunks) for copy in self._copies) == len(seen), "a copy that no node has"
         assert all(self.chunks.refs(chunk) > 0 for chunk in seen)
 
-    def _evict_one(self) -> bool:
-        for copy, (node, is_state) in self._by_use.items():
-            if copy.is_busy or not self._may_go(node, is_state=is_state):
-                continue
-            if is_state:
-                self.drop_state(node)
-            else:
-                self.drop_block(node)
-                if not node.has_block:
-                    self.tree.prune(node)
-            self.stats.evicted_copies += 1
-            return True
-        return False
+    def settle(self, node: Node) -> None:
+        """Offers a stop for eviction, or takes it back, as it is now."""
+        if node.parent is not None and self._may_go(node):
+            self.order.offer(node, self.appraiser.stop(node, HOST))
+        else:
+            self.order.discard(node)
 
-    def _may_go(self, node: Node, *, is_state: bool) -> bool:
-        if is_state:
-            return node.pins == 0 or node.disk_state is not None
-        if node.disk_block is not None:
-            return True
-        if node.pins:
+    def _evict_one(self) -> bool:
+        """The least worthwhile checkpoint, and at a leaf the blocks that only it needs, of one grid chunk."""
+        node = self.order.pop(self.tree.time_s)
+        if node is None:
             return False
-        return node.block_id is not None or (not node.children and not node.has_state)
+        if node.host_state is not None:
+            self.drop_state(node)
+            self.stats.evicted_copies += 1
+        for _ in range(self.appraiser.chunk_blocks):
+            above = node.parent
+            if above is None or node.host_block is None or not self._may_go(node) or node.host_state is not None:
+                break
+            self.drop_block(node)
+            self.stats.evicted_copies += 1
+            if not node.has_block:
+                self.forget(self.tree.prune(node))
+            node = above
+        return True
+
+    def _may_go(self, node: Node) -> bool:
+        """A leaf here, or a checkpoint, that nothing uses, and that no pin binds here for want of a record on disk."""
+        if node.pins and node.disk_block is None:
+            return False
+        if any(copy is not None and copy.is_busy for copy in (node.host_block, node.host_state)):
+            return False
+        return node.host_state is not None or (node.host_block is not None and node.host_children == 0)
 
     def _forget(self, node: Node, copy: HostCopy) -> None:
         self.tree.charge(node, -len(copy.chunks) * self.chunk_bytes)
-        del self._by_use[copy]
+        del self._copies[copy]
         if not copy.is_busy:
             self._free(copy.chunks)
 
     def _unhold(self, copy: HostCopy) -> None:
         copy.users -= 1
-        if not copy.is_busy and copy not in self._by_use:  # forgotten by the tree while in use
+        if not copy.is_busy and copy in self._copies:
+            self.settle(self._copies[copy][0])
+        if not copy.is_busy and copy not in self._copies:  # forgotten by the tree while in use
             self._free(copy.chunks)
 
     def _free(self, chunks: tuple[int, ...]) -> None:
         for chunk in chunks:
             self.chunks.release(chunk)
+
+
+def _has_no_other_tier(nodes: list[Node]) -> None:
+    assert not any(node.has_block or node.has_state for node in nodes), "nobody looks after other tiers"

@@ -101,6 +101,7 @@ class Prefixes:
         if node not in self.pins:
             for above in node.path():
                 self.tree.pin(above)
+                self.cache.settle(above)
         self.pins[node] = until_s
         self.times_to_live.pop(node, None)
 
@@ -109,6 +110,7 @@ class Prefixes:
         if self.pins.pop(node, 0.0) != 0.0 and node.parent is not None:
             for above in node.path():
                 self.tree.unpin(above)
+                self.cache.settle(above)
 
     def pinned_bytes(self, namespace: str) -> int:
         """What pins of this namespace keep in the lower tiers."""
@@ -155,7 +157,7 @@ class Prefixes:
     def shrink(self, namespace: str, limit_bytes: int) -> bool:
         """Evicts a namespace's prefixes, least recently used first, down to a limit; False where what stays is more."""
         while self.tree.charged[namespace] > limit_bytes:
-            ends = sorted((n for n in self.all(namespace) if not n.children), key=lambda node: node.last_use)
+            ends = sorted((n for n in self.all(namespace) if not n.children), key=lambda node: node.used_s)
             progress = False
             for node in ends:
                 if self.tree.charged[namespace] <= limit_bytes:

@@ -2,11 +2,9 @@
 
 A node is one canonical block and, where the model has slots, possibly the checkpoint of the state after it. Each of the
 two may be on the device, in the host tier, on disk, in several of them, and the block in at least one. The tree owns
-the nodes; ids, extents and records belong to the tiers' own books. Time is a counter that the tree moves itself: no
-clock, no torch.
+the nodes; ids, chunks and records belong to the tiers' own books. Time is passed in: no clock, no torch.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,8 +36,8 @@ class Node:
     holders: int = 0  # sequences and transfers whose path runs through this node; held nodes are on the device
     state_holders: int = 0  # transfers that read the device's checkpoint
     pins: int = 0  # keep its records in the host or disk tier
-    last_use: int = 0  # in ticks of the tree
-    used_s: float = 0.0  # the same in seconds since the epoch
+    used_s: float = 0.0  # last use, seconds since the epoch; of two uses the later one's is larger
+    gap_s: float = 1.0  # usual time between uses, as tiers/history.py says
     hits: int = 0
 
     @property
@@ -93,9 +91,7 @@ class PrefixTree:
         self._by_key: dict[bytes, Node] = {}
         self.time_s = 0.0  # seconds since the epoch, as the owner of the tree last said
         self.charged: Counter[str] = Counter()  # bytes of each namespace, of all tiers
-        self._clock = 0
-        self._by_use: list[tuple[int, int, Node]] = []  # heap of (last_use, serial, node); entries may be stale
-        self._serial = 0
+        self._last_s = 0.0
         self.num_nodes = 0  # roots not counted
         self.num_on_device = 0
         self.num_cached = 0  # of those, the ones that nothing holds
@@ -151,7 +147,7 @@ class PrefixTree:
         node.parent.device_children += 1
         self.num_on_device += 1
         self.num_cached += node.is_cached
-        self._touch(node)
+        self._tick(node)
 
     def detach(self, node: Node) -> int:
         """The node's block leaves the device; returns its id. Its checkpoint is gone already."""
@@ -163,7 +159,6 @@ class PrefixTree:
         node.parent.device_children -= 1
         self.num_on_device -= 1
         self.num_cached -= 1
-        self._offer(node.parent)
         return block_id
 
     def prune(self, node: Node) -> list[Node]:
@@ -194,14 +189,13 @@ class PrefixTree:
         """One more sequence runs through the node."""
         self.num_cached -= node.is_cached
         node.holders += 1
-        self._touch(node)
+        self._tick(node)
 
     def unhold(self, node: Node) -> None:
         """One sequence less."""
         assert node.holders > 0
         node.holders -= 1
         self.num_cached += node.is_cached
-        self._offer(node)
 
     def pin(self, node: Node) -> None:
         """Keeps a node's records in the lower tiers until unpinned."""
@@ -216,7 +210,7 @@ class PrefixTree:
     def use(self, node: Node) -> None:
         """A hit resumed at this node: it alone becomes recent."""
         node.hits += 1
-        self._touch(node)
+        self._tick(node)
 
     def set_checkpoint(self, node: Node, slot_id: int) -> None:
         assert node.checkpoint is None
@@ -244,19 +238,6 @@ class PrefixTree:
         node.state_holders -= 1
         self.num_held_checkpoints -= node.state_holders == 0
 
-    def pop_oldest(self) -> Node | None:
-        """The least recently used evictable node, for the caller to detach; None where there is none."""
-        while self._by_use:
-            last_use, _, node = heapq.heappop(self._by_use)
-            if node.last_use == last_use and node.is_evictable:
-                return node
-        return None
-
-    def oldest_checkpoint(self, keep: Node | None = None) -> Node | None:
-        """The least recently used node with a checkpoint on the device that no transfer reads; `keep` never."""
-        nodes = (n for n in self.nodes() if n.checkpoint is not None and n.state_holders == 0 and n is not keep)
-        return min(nodes, key=lambda node: node.last_use, default=None)
-
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
         stack = list(self._roots.values())
@@ -277,7 +258,6 @@ class PrefixTree:
         assert sum(node.checkpoint is not None for node in nodes) == self.num_checkpoints
         assert sum(node.state_holders > 0 for node in nodes) == self.num_held_checkpoints
         assert len({node.block_id for node in resident}) == len(resident), "two nodes share a block"
-        offered = {id(node) for last_use, _, node in self._by_use if node.last_use == last_use}
         for node in nodes:
             parent = node.parent
             assert parent is not None
@@ -290,7 +270,6 @@ class PrefixTree:
             assert node.holders == 0 or node.block_id is not None
             assert node.state_holders == 0 or node.holders > 0, "whoever reads a state holds the path to it"
             assert not node.is_cached or not any(child.holders for child in node.children.values())
-            assert not node.is_evictable or id(node) in offered, "an evictable node would never be evicted"
 
     def charge(self, node: Node, num_bytes: int) -> None:
         """A tier has so many bytes more of the node, or fewer."""
@@ -299,22 +278,5 @@ class PrefixTree:
             del self.charged[node.namespace]
 
     def _tick(self, node: Node) -> None:
-        self._clock += 1
-        node.last_use = self._clock
-        node.used_s = self.time_s
-
-    def _touch(self, node: Node) -> None:
-        self._tick(node)
-        self._offer(node)
-
-    def _offer(self, node: Node) -> None:
-        if not node.is_evictable:
-            return
-        self._serial += 1
-        heapq.heappush(self._by_use, (node.last_use, self._serial, node))
-        if len(self._by_use) > 4 * self.num_on_device + 64:  # stale entries are dropped before they outgrow the tree
-            self._by_use = [
-                (node.last_use, serial, node) for serial, node in enumerate(self.nodes()) if node.is_evictable
-            ]
-            heapq.heapify(self._by_use)
-            self._serial = len(self._by_use)
+        self._last_s = max(self.time_s, self._last_s + 1e-6)
+        node.used_s = self._last_s

@@ -76,15 +76,18 @@ def _loop(engine: Engine, link: Link) -> None:
         messages = link.receive(PULSE_S if is_resting else 0.0, engine.cache.mover)
         for message in messages:
             engine.handle(message)
-        if not engine.is_idle or not engine.cache.is_settled:
+        if engine.has_work:
             engine.step()
             is_proven = False
+        elif not messages and engine.tuning is not None and engine.tuning.num_waiting:
+            engine.rest()
         elif not messages and not is_proven:
             _prove(engine)
             is_proven = True
         now = time.monotonic()
         if now >= pulse_due:
             pulse_due = now + PULSE_S
+            engine.keep_time()
             link.send(Pulse(engine.steps, len(engine.scheduler.waiting), engine.scheduler.num_running))
     engine.close()
     _prove(engine)

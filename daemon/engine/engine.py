@@ -33,6 +33,7 @@ from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
+from daemon.engine.tiers import make_tuner
 from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
 from daemon.layers.steps import HostStageError
@@ -59,6 +60,8 @@ from tiers.device import Match
 from tiers.pools import DevicePools
 from tiers.prefixes import Prefixes
 from tiers.resources import ReleaseError, Resources
+
+RESTING_VISITS = 4  # replayed by the tuner in one idle moment, a few milliseconds
 
 log = logging.getLogger("downcore.engine")
 
@@ -89,6 +92,7 @@ class Engine:
         self.cache = cache
         self.device = device = cache.device
         self.rate = PrefillRate()
+        self.tuning = make_tuner(config, cache)
         self.scheduler = Scheduler(cache, config)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
@@ -99,6 +103,7 @@ class Engine:
             scheduler=self.scheduler,
             runner=self.runner,
             rate=self.rate,
+            tuning=self.tuning,
             slice_s=config.slice_ms / 1000,
         )
         self.prefixes = Prefixes(cache)
@@ -227,6 +232,24 @@ class Engine:
     @handle.register
     def _(self, message: Configure) -> None:
         raise AssertionError("an engine is configured once")
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something, or somebody waits for what transfers lead to."""
+        is_awaited = bool(self.warming.writing) or bool(self.questions.flushes)
+        return not self.is_idle or not self.cache.is_settled or is_awaited
+
+    def keep_time(self) -> None:
+        """Ends what has a time to end. Called now and then, also while nothing else happens."""
+        self.questions.poll(self.unix_clock())
+
+    def rest(self) -> None:
+        """Work for idle moments: the eviction weights learn from the latest prompts."""
+        if self.tuning is not None:
+            change = self.tuning.advance(RESTING_VISITS)
+            if change is not None:
+                log.info("%s", change)
+                self.cache.reweigh(change.new)
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""

@@ -10,10 +10,14 @@ from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Chunk, Runner
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence
+from tiers.admission import checkpoint_positions
 from tiers.cache import TieredCache
 from tiers.device import Match, MatchEnd
+from tiers.history import PASSED_GAP_S
 from tiers.keys import token_bytes
 from tiers.pools import DevicePools
+from tiers.shadow import Visit
+from tiers.tuner import Tuner
 
 
 class Prefill:
@@ -28,6 +32,7 @@ class Prefill:
         runner: Runner,
         rate: PrefillRate,
         slice_s: float,
+        tuning: Tuner | None,
     ) -> None:
         self.pools = pools
         self.cache = cache
@@ -35,12 +40,13 @@ class Prefill:
         self.scheduler = scheduler
         self.runner = runner
         self.rate = rate
+        self.tuning = tuning
         self.slice_s = slice_s
         self.chunk: Chunk | None = None
 
     def begin(self, sequence: Sequence, match: Match, now: float) -> None:
         """Gives a sequence the state that its prompt resumes from, and decides which states will be worth keeping."""
-        request, grid = sequence.request, self.device.grid
+        request = sequence.request
         assert sequence.slot is not None
         if match.nodes and self.pools.layout.slots:
             assert match.checkpoint is not None, "attention without state is a miss"
@@ -52,10 +58,30 @@ class Prefill:
             request.cached_len = match.resume_len
             self.device.stats.hit_tokens += match.resume_len
             self.device.stats.miss_tokens += request.prompt_len - match.resume_len
-        ends = {request.prompt_len // grid * grid, (request.prompt_len - 1) // grid * grid}
-        if match.end is not MatchEnd.WHOLE:
-            ends.add(match.known_len)  # the branch point: others came this way and may again
-        sequence.checkpoint_at = frozenset(ends)
+            self._remember(sequence, match)
+
+    def _remember(self, sequence: Sequence, match: Match) -> None:
+        """What history says of a new prompt: how soon it may come back, and which states will be worth keeping."""
+        request, device = sequence.request, self.device
+        now_s = device.tree.time_s
+        keys = device.grid_keys(request.prompt_ids, request.submit.namespace)
+        seen = self.cache.history.visit(keys, now_s)
+        request.gap_s = seen.gap_s
+        if match.nodes:
+            last = match.nodes[-1]
+            goes_on = not last.children and len(keys) * device.grid > match.resume_len
+            self.cache.used(last, PASSED_GAP_S if goes_on else seen.gap_s)
+        if self.tuning is not None:
+            self.tuning.note(Visit(now_s, request.prompt_len, keys, seen))
+        branch_len = seen.num_known * device.grid if seen.leaves_path else None
+        if branch_len is None and match.end is not MatchEnd.WHOLE and match.known_len > match.resume_len:
+            branch_len = match.known_len  # known from before this process: others came this way and may again
+        # The position below the end is where the very same prompt would resume.
+        asked = ((request.prompt_len - 1) // device.grid * device.grid,)
+        positions = checkpoint_positions(
+            request.prompt_len, grid=device.grid, resume_len=match.resume_len, branch_len=branch_len, asked=asked
+        )
+        sequence.checkpoint_at = frozenset(positions)
 
     def advance(self, sequence: Sequence) -> torch.Tensor | None:
         """One slice of the sequence's chunk; logits [1, vocab_size] once the prompt's last row is computed.
@@ -137,6 +163,7 @@ class Prefill:
             if node is None:
                 return
             assert node.block_id is not None
+            node.gap_s = sequence.request.gap_s
             sequence.block_table[position] = node.block_id
             sequence.nodes.append(node)
         if self.pools.layout.slots and chunk.end in sequence.checkpoint_at:

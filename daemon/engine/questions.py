@@ -96,9 +96,13 @@ class Questions:
             if quota.cached_bytes is not None and self.prefixes.tree.charged[namespace] > quota.cached_bytes:
                 self.prefixes.shrink(namespace, quota.cached_bytes)
         for flush in list(self.flushes):
-            if self.cache.writedown.is_idle or time.monotonic() - flush.began > FLUSH_TIMEOUT_S:
+            if self.cache.writedown.is_idle:
                 self.flushes.remove(flush)
                 self.send(self._flushed(flush))
+            elif time.monotonic() - flush.began > FLUSH_TIMEOUT_S:
+                self.flushes.remove(flush)
+                reason = f"not all was written within {FLUSH_TIMEOUT_S:.0f} s"
+                self.send(Refused(flush.query_id, ErrorReason.TIER_UNAVAILABLE, reason))
 
     def _answer(self, question: Question, unix_s: float) -> CacheAnswer | None:
         match question:
@@ -270,7 +274,7 @@ class Questions:
             writes - flush.writes,
             written - flush.written_bytes,
             time.monotonic() - flush.began,
-            self.cache.disk is not None and self.cache.writedown.is_idle,
+            durable=self.cache.disk is not None and self.cache.disk.takes_writes,
         )
 
     def _verify(self, question: Verify) -> None:

@@ -41,6 +41,7 @@ class Request:
     restored_disk: int = 0
     preemptions: int = 0
     warm: Warm | None = None
+    gap_s: float = 1.0  # usual time between prompts of its conversation
     unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
     @property

@@ -17,12 +17,11 @@ import kernels
 from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
-from daemon.engine.tiers import NUM_READERS, make_cache, open_store
+from daemon.engine.tiers import NUM_READERS, make_cache, make_device, open_store
 from daemon.messages import EngineInfo, ToFront
 from daemon.models.load import LoadedModel, load_model
 from daemon.sizing import divide, free_budget
 from daemon.weights.errors import LoadError
-from tiers.device import DeviceTier
 from tiers.errors import StoreError
 from tiers.keys import state_fingerprint
 from tiers.layout import StateLayout
@@ -64,7 +63,7 @@ def start(
     fingerprint = _fingerprint(config, loaded, layout, grid)
     num_blocks, num_slots = division.num_blocks, division.num_slots
     pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
-    device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=fingerprint)
+    device = make_device(config, layout, division, grid=grid, fingerprint=fingerprint, compute=loaded.model.compute)
     profile = _numerics_profile(loaded.model.facts.dtype, loaded.model.facts.device)
     try:
         store = open_store(config, Identity(fingerprint, profile, layout))

@@ -3,19 +3,25 @@
 import logging
 from pathlib import Path
 
-from daemon.config import EngineConfig
+from daemon.config import EngineConfig, EvictionPolicy
 from daemon.models.base import Compute
+from daemon.sizing import Division
 from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier, RecordStore
+from tiers.eviction import LRU, Weights
 from tiers.flops import ComputeCost
 from tiers.gate import PrefillSpeed
 from tiers.host import HostTier
+from tiers.layout import StateLayout
 from tiers.mover import Mover
 from tiers.pools import DevicePools, HostArena
 from tiers.records import Identity
+from tiers.shadow import CacheShape
 from tiers.store import DiskStore
 from tiers.transfer import Transfer
+from tiers.tuner import Tuner
+from tiers.worth import Appraiser
 from tiers.writedown import WriteLimits
 
 DISK_BYTES = 16 << 30  # quota where none is named
@@ -40,6 +46,40 @@ def open_store(config: EngineConfig, identity: Identity) -> DiskStore | None:
     return store
 
 
+def make_device(
+    config: EngineConfig, layout: StateLayout, division: Division, *, grid: int, fingerprint: bytes, compute: Compute
+) -> DeviceTier:
+    """The device's books, with the order that the settings name for what goes first."""
+    return DeviceTier(
+        layout,
+        grid=grid,
+        num_blocks=division.num_blocks,
+        num_slots=division.num_slots,
+        fingerprint=fingerprint,
+        appraiser=Appraiser(layout, grid, _cost(compute)),
+        weights=Weights() if config.policy is EvictionPolicy.MARCONI else LRU,
+    )
+
+
+def make_tuner(config: EngineConfig, cache: TieredCache) -> Tuner | None:
+    """Learns the weights of the lowest tier; None where they are to stay as they are."""
+    if config.policy is not EvictionPolicy.MARCONI:
+        return None
+    device, layout = cache.device, cache.device.layout
+    chunk_bytes = device.appraiser.chunk_blocks * layout.block_bytes
+    shape = CacheShape(device.grid, chunk_bytes, layout.slot_bytes, device.appraiser.cost)
+    budget_bytes = device.blocks.size * layout.block_bytes
+    if cache.disk is not None:
+        budget_bytes = cache.disk.store.quota_bytes
+    elif cache.host is not None:
+        budget_bytes = cache.host.chunks.size * cache.host.chunk_bytes
+    return Tuner(shape, budget_bytes, device.weights)
+
+
+def _cost(compute: Compute) -> ComputeCost:
+    return ComputeCost(matmul_params=compute.matmul_params, pair_flops=compute.pair_flops)
+
+
 def make_cache(
     config: EngineConfig,
     device: DeviceTier,
@@ -54,19 +94,18 @@ def make_cache(
     chunk_bytes = device.layout.block_bytes
     num_chunks = (config.host_bytes or 0) // chunk_bytes
     if num_chunks:
-        host = HostTier(device.tree, num_chunks=num_chunks, chunk_bytes=chunk_bytes)
+        host = HostTier(device, num_chunks=num_chunks, chunk_bytes=chunk_bytes)
         arena = HostArena(num_chunks, chunk_bytes, is_pinned=pools.blocks.device.type == "cuda")
     disk = None
     if store is not None:
         disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s)
-    cost = ComputeCost(matmul_params=compute.matmul_params, pair_flops=compute.pair_flops)
     return TieredCache(
         device,
         Transfer(pools, arena),
         mover,
         lower=LowerTiers(host, disk),
         limits=limits,
-        costs=Costs(cost, PrefillSpeed(), config.break_even),
+        costs=Costs(_cost(compute), PrefillSpeed(), config.break_even),
     )

@@ -1,26 +1,30 @@
 """AdminService: what the engine holds, and ending things. It takes no part in generation, so it can be served apart."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from downcore.v1 import admin_pb2 as pb
+from downcore.v1.cache_pb2 import CacheTier
 
+from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import validate
+from daemon.front import cache_wire, validate
 from daemon.front.config import FrontConfig
-from daemon.front.requests import OpenRequest, RequestTable, client_id
+from daemon.front.open_work import OpenWork
+from daemon.front.requests import OpenRequest, client_name, client_owner
+from daemon.front.service import write
 from daemon.front.supervisor import EngineState, Supervisor
 
 MAX_WATCHERS = 64
 DEFAULT_WATCH_S = 1.0
-_WIRE_OWNER = re.compile(r"~[0-9]+(?=/|$)")
 _STATES = {
     "queued": pb.SEQUENCE_STATE_QUEUED,
+    "restoring": pb.SEQUENCE_STATE_RESTORING,
     "prefilling": pb.SEQUENCE_STATE_PREFILLING,
     "decoding": pb.SEQUENCE_STATE_DECODING,
     "preempted": pb.SEQUENCE_STATE_PREEMPTED,
@@ -34,7 +38,7 @@ class AdminService:
         self,
         config: FrontConfig,
         version: str,
-        table: RequestTable,
+        work: OpenWork,
         supervisor: Supervisor,
         *,
         abort: Callable[[OpenRequest], int],
@@ -42,7 +46,7 @@ class AdminService:
     ) -> None:
         self._config = config
         self._version = version
-        self._table = table
+        self._work = work
         self._supervisor = supervisor
         self._abort = abort
         self._on_drain = on_drain
@@ -66,6 +70,7 @@ class AdminService:
                 "state_fingerprint", "numerics_profile", "vocab_size", "bytes_per_token", "slot_bytes",
             ):  # fmt: skip
                 setattr(response, name, getattr(info, name))
+            response.tiers.extend(cache_wire.WIRE_TIERS[tier] for tier in info.tiers)
         return response
 
     async def ListTiers(self, request: pb.ListTiersRequest, context: Any) -> pb.ListTiersResponse:
@@ -86,20 +91,19 @@ class AdminService:
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
         validate.check(request, validate.LIST_SEQUENCES, validate.NO_LIMITS)
         name, slash, index = request.id.partition("/")
-        wire_id = ""
-        if name:
-            found = self._table.find(name)
-            if found is None:
-                return pb.ListSequencesResponse()
-            wire_id = f"{found.wire_id}{slash}{index}"
+        found = self._work.requests.find(name) if name else None
+        wire_id = f"{found.wire_id}{slash}{index}" if found is not None else ""
         answer = await self._supervisor.query(messages.QueryKind.SEQUENCES, wire_id)
-        return pb.ListSequencesResponse(sequences=[_sequence(row) for row in answer.sequences])
+        sequences = [_sequence(row) for row in answer.sequences]
+        # Of a warming job the engine knows each prompt by an id of its own.
+        wanted = [s for s in sequences if request.id in ("", s.id, s.request_id)]
+        return pb.ListSequencesResponse(sequences=wanted)
 
     async def GetLedger(self, request: pb.GetLedgerRequest, context: Any) -> pb.GetLedgerResponse:
         answer = await self._supervisor.query(messages.QueryKind.LEDGER)
         entries = [
             pb.LedgerEntry(
-                tier=row.tier, kind=row.kind, owner=_WIRE_OWNER.sub("", row.owner), bytes=row.bytes, count=row.count
+                tier=row.tier, kind=row.kind, owner=client_owner(row.owner), bytes=row.bytes, count=row.count
             )
             for row in answer.ledger
         ]
@@ -108,9 +112,9 @@ class AdminService:
     async def AbortSequence(self, request: pb.AbortSequenceRequest, context: Any) -> pb.AbortSequenceResponse:
         validate.check(request, validate.ABORT_SEQUENCE, validate.NO_LIMITS)
         name, slash, index = request.id.partition("/")
-        found = self._table.find(name)
+        found = self._work.requests.find(name)
         if found is None:
-            raise RequestError(ErrorReason.NOT_FOUND, "no open request has this id", field="id")
+            return pb.AbortSequenceResponse(aborted=self._abort_job(name, slash))
         if not slash:
             return pb.AbortSequenceResponse(aborted=self._abort(found))
         ended = found.abort((int(index),))
@@ -123,14 +127,64 @@ class AdminService:
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         validate.check(request, validate.DRAIN, validate.NO_LIMITS)
-        self._table.draining = True
+        self._work.requests.draining = True
         self._on_drain()
         timeout_s = request.timeout_s if request.HasField("timeout_s") else self._config.drain_window_s
-        drained = await self._table.wait_idle(timeout_s)
-        return pb.DrainResponse(drained=drained, open_requests=len(self._table))
+        drained = await self._work.wait_idle(timeout_s)
+        return pb.DrainResponse(drained=drained, open_requests=len(self._work))
+
+    async def FlushTier(self, request: pb.FlushTierRequest, context: Any) -> pb.FlushTierResponse:
+        validate.check(request, validate.FLUSH_TIER, validate.NO_LIMITS)
+        done = await self._supervisor.flush(self._tier(request.tier))
+        return pb.FlushTierResponse(records=done.records, bytes=done.bytes, seconds=done.seconds, durable=done.durable)
+
+    async def VerifyTier(self, request: pb.VerifyTierRequest, context: Any) -> None:
+        validate.check(request, validate.VERIFY_TIER, validate.NO_LIMITS)
+        async with aclosing(self._supervisor.verify(self._tier(request.tier))) as events:
+            async for event in events:
+                is_progress = isinstance(event, cm.VerifyProgress)
+                response = cache_wire.verify_progress(event) if is_progress else cache_wire.verify_report(event)
+                await write(context, response, self._config.stall_timeout_s)
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:
+        validate.check(request, validate.SET_QUOTA, validate.NO_LIMITS)
+        cached = request.cached_bytes if request.HasField("cached_bytes") else None
+        pinned = request.pinned_bytes if request.HasField("pinned_bytes") else None
+        answer = await self._supervisor.ask(
+            lambda query_id: cm.SetQuota(query_id, request.namespace, cached, pinned), cm.QuotaList
+        )
+        (row,) = answer.rows
+        return pb.SetQuotaResponse(quota=cache_wire.quota(row))
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        answer = await self._supervisor.ask(cm.ListQuotas, cm.QuotaList)
+        return pb.ListQuotasResponse(quotas=[cache_wire.quota(row) for row in answer.rows])
+
+    async def RemoveQuota(self, request: pb.RemoveQuotaRequest, context: Any) -> pb.RemoveQuotaResponse:
+        validate.check(request, validate.REMOVE_QUOTA, validate.NO_LIMITS)
+        await self._supervisor.ask(lambda query_id: cm.RemoveQuota(query_id, request.namespace), cm.QuotaList)
+        return pb.RemoveQuotaResponse()
+
+    def _abort_job(self, key: str, slash: str) -> int:
+        """Ends a warming job as a whole. Returns: how many of its prompts were not done."""
+        job = self._work.jobs.find(key)
+        if job is None or job.is_over:
+            raise RequestError(ErrorReason.NOT_FOUND, "no open request and no warming job has this id", field="id")
+        if slash:
+            raise RequestError(ErrorReason.INVALID_ARGUMENT, "a warming job ends as a whole: give its key", field="id")
+        num_open = sum(not part.is_done for part in job.parts)
+        job.cancel(RequestError(ErrorReason.ABORTED, "an operator has ended this job"))
+        return max(num_open, 1)
+
+    def _tier(self, number: CacheTier) -> cm.TierName:
+        """The tier of a checked request; raises RequestError where this daemon has none such."""
+        tier = cache_wire.TIERS[number]
+        if tier not in self._supervisor.require_ready().tiers:
+            raise RequestError(ErrorReason.TIER_UNAVAILABLE, f"this daemon has no {tier} tier", field="tier")
+        return tier
 
     def _state(self) -> pb.EngineState:
-        if self._table.draining:
+        if self._work.requests.draining:
             return pb.ENGINE_STATE_DRAINING
         if self._supervisor.is_serving:
             return pb.ENGINE_STATE_SERVING
@@ -140,11 +194,19 @@ class AdminService:
 
     async def _tiers(self) -> list[pb.Tier]:
         answer = await self._supervisor.query(messages.QueryKind.TIERS)
-        return [pb.Tier(**msgspec.structs.asdict(row)) for row in answer.tiers]
+        return [cache_wire.tier(row) for row in answer.tiers]
 
 
 def _sequence(row: messages.SequenceRow) -> pb.Sequence:
     values = msgspec.structs.asdict(row)
-    name = client_id(values.pop("request_id"))
+    client = client_name(values.pop("request_id"))
     state = _STATES.get(values.pop("state"), pb.SEQUENCE_STATE_UNSPECIFIED)
-    return pb.Sequence(id=f"{name}/{row.index}", request_id=name, state=state, **values)
+    if client.warm_index is not None:
+        values["index"] = client.warm_index
+    return pb.Sequence(
+        id=f"{client.name}/{values['index']}",
+        request_id=client.name,
+        state=state,
+        is_warming=client.warm_index is not None,
+        **values,
+    )

@@ -4,10 +4,8 @@ A Generate call goes through these steps: checked, put on the table, tokenized, 
 off the table. Whatever ends it, what the engine holds for it is given back by one Abort.
 """
 
-import array
 import asyncio
 import random
-import sys
 import time
 from typing import Any
 
@@ -15,15 +13,14 @@ from downcore.v1 import generation_pb2 as pb
 
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import tokenizer_messages as tm
 from daemon.front import validate
+from daemon.front.caller import namespace_of
 from daemon.front.config import FrontConfig
+from daemon.front.prompts import Prompts, from_little_endian, to_little_endian
 from daemon.front.requests import OpenRequest, RequestTable, cached_tokens
 from daemon.front.supervisor import Supervisor
 from daemon.front.text import TokenTable
-from daemon.front.tokenizer_pool import TokenizerPool
 
-NAMESPACE = "default"  # callers are not told apart before there is authentication
 MAX_SEED = (1 << 63) - 1
 
 
@@ -35,13 +32,13 @@ class GenerationService:
         config: FrontConfig,
         table: RequestTable,
         supervisor: Supervisor,
-        tokenizers: TokenizerPool,
+        prompts: Prompts,
         tokens: TokenTable,
     ) -> None:
         self._config = config
         self._table = table
         self._supervisor = supervisor
-        self._tokenizers = tokenizers
+        self._prompts = prompts
         self._tokens = tokens
         self._loop = asyncio.get_running_loop()
         self._random = random.SystemRandom()
@@ -49,7 +46,7 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         arrived_s = time.monotonic()
         self._table.check_open()
-        validate.check(request, validate.GENERATE, self._limits())
+        validate.check(request, validate.GENERATE, self._prompts.limits())
         open_request = self._table.open(request.request_id, arrived_s)
         open_request.handler = asyncio.current_task()
         deadline = self._enforce_deadline(open_request, context)
@@ -69,8 +66,8 @@ class GenerationService:
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self._table.check_open()
-        validate.check(request, validate.TOKENIZE, self._limits())
-        ids = _array(await self._encode(request))
+        validate.check(request, validate.TOKENIZE, self._prompts.limits())
+        ids = from_little_endian(await self._prompts.encode(request))
         return pb.TokenizeResponse(token_ids=ids, tokens=[self._tokens[token_id] for token_id in ids])
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
@@ -87,15 +84,6 @@ class GenerationService:
         if num_ended and request.submitted:
             self._supervisor.send(messages.Abort(request.wire_id))
         return num_ended
-
-    def _limits(self) -> validate.Limits:
-        info = self._supervisor.require_ready()
-        return validate.Limits(
-            vocab_size=info.vocab_size,
-            max_context_tokens=info.max_context_tokens,
-            max_answer_tokens=self._config.max_tokens_limit or info.max_context_tokens,
-            max_prompt_bytes=self._config.max_prompt_bytes,
-        )
 
     def _enforce_deadline(self, request: OpenRequest, context: Any) -> asyncio.TimerHandle | None:
         remaining_s = context.time_remaining()
@@ -160,22 +148,14 @@ class GenerationService:
     async def _prompt_ids(self, request: pb.GenerateRequest, open_request: OpenRequest) -> bytes:
         """Little-endian int32; empty where the request was aborted before it had any."""
         if request.WhichOneof("prompt") == "token_ids":
-            return _little_endian(array.array("i", request.token_ids.ids))
-        open_request.tokenizing = encoding = asyncio.ensure_future(self._encode(request))
+            return to_little_endian(request.token_ids.ids)
+        open_request.tokenizing = encoding = asyncio.ensure_future(self._prompts.encode(request))
         try:
             await asyncio.wait((encoding,))
         finally:
             open_request.tokenizing = None
             encoding.cancel()
         return b"" if encoding.cancelled() else encoding.result()
-
-    async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> bytes:
-        if request.WhichOneof("prompt") == "text":
-            return await self._tokenizers.encode(tm.EncodeText(request.text), "text")
-        turns = tuple(tm.Turn(message.role, message.content) for message in request.chat.messages)
-        # A template adds a few words to each message.
-        max_bytes = 2 * self._config.max_prompt_bytes
-        return await self._tokenizers.encode(tm.EncodeChat(turns, max_bytes), "chat")
 
     def _submission(
         self,
@@ -215,7 +195,7 @@ class GenerationService:
             min_tokens=stopping.min_tokens,
             stop_token_ids=(*stopping.stop_token_ids, *ends),
             sampling=sampling,
-            namespace=NAMESPACE,
+            namespace=namespace_of(context),
             deadline_s=context.time_remaining(),
         )
 
@@ -253,18 +233,3 @@ def _timings(request: OpenRequest) -> pb.Timings:
         first_token_s=first_s - request.arrived_s if first_s is not None else 0.0,
         total_s=last_s - request.arrived_s if last_s is not None else before_s,
     )
-
-
-def _array(ids: bytes) -> "array.array[int]":
-    values = array.array("i")
-    values.frombytes(ids)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def _little_endian(ids: "array.array[int]") -> bytes:
-    assert ids.itemsize == 4
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()

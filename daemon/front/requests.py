@@ -26,6 +26,7 @@ _TOKEN_IDS = pb.GenerateChunk.TOKEN_IDS_FIELD_NUMBER
 _LOGPROBS = pb.GenerateChunk.LOGPROBS_FIELD_NUMBER
 _SMALL = tuple(bytes((value,)) for value in range(128))
 _SERIAL_MARK = "~"  # not allowed in a client's request id
+_WARM_MARK = "w"  # after it, where a wire id names a prompt of a warming job
 
 
 @dataclass(slots=True)
@@ -292,9 +293,33 @@ def cached_tokens(usage: messages.Usage) -> pb.CachedTokens:
     return pb.CachedTokens(device=usage.cached_device, host=usage.cached_host, disk=usage.cached_disk)
 
 
-def client_id(wire_id: str) -> str:
-    """The client's name of a request, from the engine's."""
-    return wire_id.rpartition(_SERIAL_MARK)[0] or wire_id
+def warm_wire_id(key: str, serial: int, index: int) -> str:
+    """What the engine knows a prompt of a warming job by."""
+    return f"{key}{_SERIAL_MARK}{_WARM_MARK}{serial}.{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientName:
+    """What a client knows a wire id by: its request id or its warming job's key, and there the prompt's index."""
+
+    name: str
+    warm_index: int | None
+
+
+def client_name(wire_id: str) -> ClientName:
+    """The client's name of what the engine calls `wire_id`."""
+    name, mark, serial = wire_id.rpartition(_SERIAL_MARK)
+    if not mark:
+        return ClientName(wire_id, None)
+    index = serial.partition(".")[2] if serial.startswith(_WARM_MARK) else ""
+    return ClientName(name, int(index) if index else None)
+
+
+def client_owner(owner: str) -> str:
+    """The client's name of a sequence that owns something, from the engine's: `request id/index`."""
+    wire_id, slash, index = owner.partition("/")
+    client = client_name(wire_id)
+    return f"{client.name}/{client.warm_index}" if client.warm_index is not None else f"{client.name}{slash}{index}"
 
 
 class RequestTable:

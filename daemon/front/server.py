@@ -17,21 +17,27 @@ import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
+from daemon.errors import ErrorReason, RequestError
 from daemon.front import memory
 from daemon.front.admin import AdminService
+from daemon.front.cache import CacheService
 from daemon.front.config import FrontConfig
 from daemon.front.generation import GenerationService
 from daemon.front.health import SERVICE_NAME as HEALTH
 from daemon.front.health import Health
+from daemon.front.open_work import OpenWork
+from daemon.front.prompts import Prompts
 from daemon.front.requests import RequestTable
 from daemon.front.service import handler_of
 from daemon.front.sockets import Claim, claim_socket, loopback_target
 from daemon.front.supervisor import EngineState, Supervisor
 from daemon.front.tokenizer_pool import TokenizerPool
+from daemon.front.warm import WarmJobs
 
 log = logging.getLogger("downcore.front")
 
 GENERATION = "downcore.v1.GenerationService"
+CACHE = "downcore.v1.CacheService"
 ADMIN = "downcore.v1.AdminService"
 MAX_REQUEST_BYTES = 16 << 20
 MAX_RESPONSE_BYTES = 128 << 20  # Tokenize of the largest prompt
@@ -73,8 +79,10 @@ class _Front:
         self._claim = claim
         self._tcp_target = tcp_target
         self._table = RequestTable(config.max_open_requests)
-        self._health = Health((GENERATION, ADMIN))
-        self._supervisor = Supervisor(config, self._table, self._update_health)
+        self._jobs = WarmJobs()
+        self._work = OpenWork(self._table, self._jobs)
+        self._health = Health((GENERATION, CACHE, ADMIN))
+        self._supervisor = Supervisor(config, self._table, self._jobs, self._update_health)
         self._tokenizers = TokenizerPool(
             config.engine.model_path, config.tokenizer_workers, config.tokenizer_queue, config.tokenizer_timeout_s
         )
@@ -115,16 +123,23 @@ class _Front:
 
     async def _start(self) -> "tuple[grpc.aio.Server, GenerationService, Sequence[str]]":
         tokens = await self._tokenizers.start()
-        generation = GenerationService(self._config, self._table, self._supervisor, self._tokenizers, tokens)
+        prompts = Prompts(self._config, self._supervisor, self._tokenizers)
+        generation = GenerationService(self._config, self._table, self._supervisor, prompts, tokens)
+        cache = CacheService(self._config, self._table, self._jobs, self._supervisor, prompts)
         admin = AdminService(
-            self._config, _version(), self._table, self._supervisor,
+            self._config, _version(), self._work, self._supervisor,
             abort=generation.abort, on_drain=self._update_health,
         )  # fmt: skip
         server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=self._config.max_open_requests + SPARE_CALLS)
         server.add_generic_rpc_handlers(
-            (handler_of(GENERATION, generation), handler_of(ADMIN, admin), handler_of(HEALTH, self._health))
+            (
+                handler_of(GENERATION, generation),
+                handler_of(CACHE, cache),
+                handler_of(ADMIN, admin),
+                handler_of(HEALTH, self._health),
+            )
         )
-        reflection.enable_server_reflection((GENERATION, ADMIN, HEALTH, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((GENERATION, CACHE, ADMIN, HEALTH, reflection.SERVICE_NAME), server)
         listening = [self._claim.target]
         server.add_insecure_port(self._claim.target)
         if self._tcp_target is not None:
@@ -145,9 +160,9 @@ class _Front:
         was_busy = False
         while True:
             self._update_health()
-            if was_busy and not self._table:
+            if was_busy and not self._work:
                 memory.trim()
-            was_busy = bool(self._table)
+            was_busy = bool(self._work)
             num_stalled = generation.end_stalled()
             if num_stalled:
                 log.warning("%d streams ended: their clients do not read", num_stalled)
@@ -175,12 +190,13 @@ class _Front:
         os._exit(128 + number)
 
     async def _drain(self, generation: GenerationService) -> None:
-        """Streams go on for a while; what is left is ended."""
-        if self._supervisor.state is EngineState.READY and await self._table.wait_idle(self._config.drain_window_s):
+        """Streams and warming jobs go on for a while; what is left is ended."""
+        if self._supervisor.state is EngineState.READY and await self._work.wait_idle(self._config.drain_window_s):
             return
         num_ended = sum(generation.abort(request) for request in self._table)
-        log.warning("drain window over: %d answers ended", num_ended)
-        await self._table.wait_idle(LAST_WORDS_S)
+        num_jobs = self._work.abort_jobs(RequestError(ErrorReason.DRAINING, "the server is draining"))
+        log.warning("drain window over: %d answers and %d warming jobs ended", num_ended, num_jobs)
+        await self._work.wait_idle(LAST_WORDS_S)
 
 
 def _version() -> str:

@@ -40,6 +40,15 @@ def handler_of(service_name: str, servicer: object) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(service_name, handlers)
 
 
+async def write(context: Context, message: Message, timeout_s: float) -> None:
+    """Sends one message of a stream whose messages replace each other; raises RequestError where it is not taken."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.write(message)
+    except TimeoutError:
+        raise RequestError(ErrorReason.READER_STALLED, "the client reads too slowly") from None
+
+
 def _serialize(message: Message | bytes) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 

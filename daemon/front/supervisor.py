@@ -8,15 +8,18 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 
+from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.child import Child
 from daemon.front.config import FrontConfig
 from daemon.front.link import EngineLink
+from daemon.front.questions import A, Asked, Questions
 from daemon.front.requests import RequestTable
+from daemon.front.warm import WarmJobs
 
 log = logging.getLogger("downcore.front")
 
@@ -24,8 +27,8 @@ QUICK_DEATH_S = 30.0  # an engine that was ready for less has died quickly
 SHUTDOWN_WAIT_S = 20.0  # for an engine to prove its ledger and leave
 # How long the engine's compute threads spin for each other before they sleep (GNU OpenMP). The default is five times
 # this: as soon as anything else wants their cores, the thread that has work waits for the one that spins, and a forward
-# takes ten times as long. Without spinning it takes twice as long on idle cores; at a third of this a decode step's small
-# operations let threads fall asleep between two matrices, and it takes a tenth longer.
+# takes ten times as long. Without spinning it takes twice as long on idle cores; at a third of this a decode step's
+# small operations let threads fall asleep between two matrices, and it takes a tenth longer.
 # And large memory pages where the system offers them, which the C library gives for what lies in its heap alone: a
 # decode step reads all weights once, and on small pages takes another tenth.
 ENGINE_ENVIRONMENT = {
@@ -39,7 +42,6 @@ ENGINE_ENVIRONMENT = {
         )
     ),
 }
-MAX_QUERIES = 64  # open at a time
 
 
 class EngineState(Enum):
@@ -58,15 +60,15 @@ class EngineFailed(Exception):
 class Supervisor:
     """Runs the engine. `on_change` is called after every change of state."""
 
-    def __init__(self, config: FrontConfig, table: RequestTable, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: FrontConfig, table: RequestTable, jobs: WarmJobs, on_change: Callable[[], None]) -> None:
         self._config = config
         self._table = table
+        self._jobs = jobs
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._link: EngineLink | None = None
         self._process: Child | None = None
-        self._queries: dict[int, asyncio.Future[messages.Answer]] = {}
-        self._query_id = 0
+        self._questions = Questions(self.send)
         self._load_failure: str | None = None
         self._pulse_s = 0.0
         self._ready_s = 0.0
@@ -116,8 +118,8 @@ class Supervisor:
         if self._link is not None:
             self._link.send(message)
 
-    def submit(self, message: messages.Submit) -> None:
-        """Sends a request.
+    def submit(self, message: messages.Submit | cm.Warm) -> None:
+        """Sends a request or a prompt to be warmed.
 
         Raises:
             RequestError: no engine is ready, or it does not take what it is sent.
@@ -135,27 +137,28 @@ class Supervisor:
             raise RequestError(ErrorReason.ENGINE_UNAVAILABLE, f"the engine {what}")
         return self.info
 
-    async def query(self, kind: messages.QueryKind, sequence_id: str = "") -> messages.Answer:
-        """Asks the engine for a table.
+    async def ask(self, make: Callable[[int], Asked], kind: type[A]) -> A:
+        """Asks the engine what it can tell at once.
 
         Raises:
-            RequestError: no engine, no answer in time, or too many questions are open.
+            RequestError: no engine, no answer in time, too many questions are open, or the engine refuses.
         """
         self.require_ready()
-        if len(self._queries) >= MAX_QUERIES:
-            raise RequestError(ErrorReason.QUEUE_FULL, f"{MAX_QUERIES} questions to the engine are open")
-        self._query_id += 1
-        query_id = self._query_id
-        answer: asyncio.Future[messages.Answer] = self._loop.create_future()
-        self._queries[query_id] = answer
-        try:
-            self.send(messages.Query(query_id, kind, sequence_id))
-            async with asyncio.timeout(self._config.query_timeout_s):
-                return await answer
-        except TimeoutError:
-            raise RequestError(ErrorReason.ENGINE_UNAVAILABLE, "the engine did not answer in time") from None
-        finally:
-            del self._queries[query_id]
+        return await self._questions.ask(make, kind, self._config.query_timeout_s)
+
+    async def query(self, kind: messages.QueryKind, sequence_id: str = "") -> messages.Answer:
+        """Asks the engine for a table. Raises: as `ask`."""
+        return await self.ask(lambda query_id: messages.Query(query_id, kind, sequence_id), messages.Answer)
+
+    async def flush(self, tier: cm.TierName) -> cm.Flushed:
+        """Has a tier written down, however long that takes. Raises: as `ask`."""
+        self.require_ready()
+        return await self._questions.ask(lambda query_id: cm.Flush(query_id, tier), cm.Flushed, None)
+
+    def verify(self, tier: cm.TierName) -> AsyncGenerator[cm.VerifyProgress | cm.VerifyDone]:
+        """Has a tier read and checked: progress, then the report. Closing it stops it. Raises: as `ask`."""
+        self.require_ready()
+        return self._questions.verify(tier)
 
     async def stop(self) -> None:
         """Lets the engine release everything and leave; kills it where it does not in time."""
@@ -219,9 +222,8 @@ class Supervisor:
         """Every request of an engine that is gone fails now."""
         error = RequestError(ErrorReason.ENGINE_UNAVAILABLE, "the engine has died and is being started again")
         num_failed = self._table.fail_submitted(error)
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(error)
+        self._questions.fail(error)
+        self._jobs.lose_engine(error)
         if num_failed:
             log.error("%d requests failed with their engine", num_failed)
         self._set_state(EngineState.DOWN)
@@ -253,10 +255,10 @@ class Supervisor:
                             message.reason, message.message, field=message.field, retry_after_s=message.retry_after_s
                         )
                     )
-            case messages.Answer():
-                answer = self._queries.get(message.query_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                else:
+                    self._jobs.receive(message)
+            case cm.WarmProgress() | cm.WarmDone():
+                self._jobs.receive(message)
             case messages.Loading():
                 self.loaded = message.done_bytes / max(message.total_bytes, 1)
             case messages.Ready():
@@ -267,6 +269,8 @@ class Supervisor:
                 log.info("engine ready: %s", message.info.model)
             case messages.LoadFailed():
                 self._load_failure = message.message
+            case _:
+                self._questions.receive(message)
 
     def _step(self, output: messages.StepOutput) -> None:
         now_s = time.monotonic()

@@ -10,8 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from downcore.v1 import cache_pb2
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
+from daemon.cache_messages import MAX_PREFIX_ROWS
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.config import MAX_DRAIN_S
 
@@ -23,9 +26,15 @@ MAX_STOP_IDS = 64
 MAX_BIASES = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_ROLE_BYTES = 64
+MAX_WARM_PROMPTS = 64
+MAX_TTL_S = 10 * 365 * 86_400.0
+MAX_QUOTA_BYTES = 1 << 50
 MIN_WATCH_S = 0.1
 MAX_WATCH_S = 3600.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_KEY = re.compile(r"[0-9a-f]{64}")
+_PAGE_TOKEN = re.compile(r"[A-Za-z0-9_=-]{0,1024}")
+_KEY_PREFIX = re.compile(r"[0-9a-f]{0,64}")
 _SEQUENCE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}(/[0-9]{1,2})?")
 
 
@@ -52,15 +61,24 @@ class Rule:
     reason: ErrorReason = ErrorReason.INVALID_ARGUMENT
 
 
-def check(request: Message, rules: Sequence[Rule], limits: Limits) -> None:
-    """Raises RequestError for the first rule that has something against the request."""
+def check(request: Message, rules: Sequence[Rule], limits: Limits, within: str = "") -> None:
+    """Raises RequestError for the first rule that has something against the request.
+
+    Args:
+        within: the dotted name of the field that holds it, where it is part of a larger request.
+    """
     for rule in rules:
         value = rule.read(request)
         if value is None:
             continue
         complaint = rule.complain(value, limits)
         if complaint is not None:
-            raise RequestError(rule.reason, complaint, field=rule.field)
+            raise RequestError(rule.reason, complaint, field=dotted(within, rule.field))
+
+
+def dotted(outer: str, inner: str) -> str:
+    """The name of a field within another."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
 
 
 def _real(low: float, high: float, *, above_low: bool = False) -> Callable[[Any, Limits], Complaint]:
@@ -86,6 +104,17 @@ def _whole(low: int, high: int) -> Callable[[Any, Limits], Complaint]:
 def _matches(pattern: re.Pattern[str]) -> Callable[[Any, Limits], Complaint]:
     def complain(value: str, limits: Limits) -> Complaint:
         return None if pattern.fullmatch(value) else f"must match {pattern.pattern}"
+
+    return complain
+
+
+def _member(enum: EnumDescriptor, *, given: bool = False) -> Callable[[Any, Limits], Complaint]:
+    """A value that the enum names; 0 is its "unspecified", and no value where one must be given."""
+    names = ", ".join(value.name for value in enum.values if value.number or not given)
+
+    def complain(value: int, limits: Limits) -> Complaint:
+        known = value in enum.values_by_number and (value != 0 or not given)
+        return None if known else f"must be one of {names}"
 
     return complain
 
@@ -185,8 +214,17 @@ def _rule(
     return Rule(name, _field(name), complain, reason)
 
 
+def _given(complaint: str) -> Callable[[Any, Limits], Complaint]:
+    """Complains of what is empty or false."""
+    return lambda value, limits: None if value else complaint
+
+
 def _present(field: str, names: str) -> Rule:
-    return Rule(field, lambda request: request.WhichOneof(field) or "", lambda v, limits: None if v else names)
+    return Rule(field, lambda request: request.WhichOneof(field) or "", _given(names))
+
+
+def _message(field: str) -> Rule:
+    return Rule(field, lambda request: request.HasField(field), _given("must be given"))
 
 
 _TEXT = (
@@ -197,14 +235,17 @@ _TEXT = (
     _rule("chat.messages", _roles),
     _rule("chat.messages", _chat_fits, ErrorReason.TOO_LARGE),
 )
+_IDS = (
+    _rule("token_ids.ids", _not_empty),
+    _rule("token_ids.ids", _ids_fit, ErrorReason.CONTEXT_TOO_LONG),
+    _rule("token_ids.ids", _known_tokens),
+)
 
 GENERATE = (
     Rule("request_id", lambda request: request.request_id or None, _matches(_REQUEST_ID)),
     _present("prompt", "one of text, token_ids and chat must be given"),
     *_TEXT,
-    _rule("token_ids.ids", _not_empty),
-    _rule("token_ids.ids", _ids_fit, ErrorReason.CONTEXT_TOO_LONG),
-    _rule("token_ids.ids", _known_tokens),
+    *_IDS,
     _rule("n", _whole(1, MAX_N)),
     _rule("sampling.temperature", _real(0, 100)),
     _rule("sampling.top_k", lambda v, limits: _whole(0, limits.vocab_size)(v, limits)),
@@ -241,5 +282,58 @@ WATCH_TIERS = (
     # 0 is a proto3 absent value; NaN and -0.0 are not.
     Rule("interval_s", lambda r: None if r.interval_s == 0 else r.interval_s, _real(MIN_WATCH_S, MAX_WATCH_S)),
 )
+_TIER = _member(cache_pb2.CacheTier.DESCRIPTOR)
+_GIVEN_TIER = _member(cache_pb2.CacheTier.DESCRIPTOR, given=True)
+_TTL = _rule("ttl_s", _real(0, MAX_TTL_S, above_low=True))
+# Of a message that is a prompt; its name comes from the field that holds it.
+PROMPT = (
+    Rule("", lambda prompt: prompt.WhichOneof("prompt") or "", _given("needs one of text, token_ids and chat")),
+    *_TEXT,
+    *_IDS,
+)
+WARM_PREFIX = (
+    Rule("key", lambda request: request.key or None, _matches(_REQUEST_ID)),
+    _rule("prompts", _not_empty),
+    _rule("prompts", _at_most(MAX_WARM_PROMPTS), ErrorReason.TOO_LARGE),
+    _rule("tier", _TIER),
+    _TTL,
+    Rule(
+        "durable",
+        lambda request: request.tier == cache_pb2.CACHE_TIER_DISK if request.durable else None,
+        _given("needs tier CACHE_TIER_DISK"),
+    ),
+    Rule("detached", lambda request: request.key if request.detached else None, _given("needs a key")),
+)
+LOOKUP_PREFIX = (_message("prompt"),)
+SELECTED_PREFIX = (
+    _message("prefix"),
+    Rule("prefix", lambda r: r.prefix.WhichOneof("prefix") or "", _given("needs one of key and prompt")),
+    _rule("prefix.key", _matches(_KEY)),
+)
+PIN_PREFIX = (*SELECTED_PREFIX, _TTL)
+LIST_PREFIXES = (
+    _rule("page_size", _whole(0, MAX_PREFIX_ROWS)),
+    _rule("page_token", _matches(_PAGE_TOKEN)),
+    _rule("key_prefix", _matches(_KEY_PREFIX)),
+    _rule("order", _member(cache_pb2.PrefixOrder.DESCRIPTOR)),
+)
+FLUSH_TIER = VERIFY_TIER = (_rule("tier", _GIVEN_TIER),)
+_NAMESPACE = _rule("namespace", _matches(_REQUEST_ID))
+SET_QUOTA = (
+    _NAMESPACE,
+    Rule(
+        "cached_bytes",
+        lambda r: r.HasField("cached_bytes") or r.HasField("pinned_bytes"),
+        _given("or pinned_bytes must be given"),
+    ),
+    _rule("cached_bytes", _whole(0, MAX_QUOTA_BYTES)),
+    _rule("pinned_bytes", _whole(0, MAX_QUOTA_BYTES)),
+    Rule(
+        "pinned_bytes",
+        lambda r: r.pinned_bytes <= r.cached_bytes if r.HasField("cached_bytes") else None,
+        _given("must be at most cached_bytes"),
+    ),
+)
+REMOVE_QUOTA = (_NAMESPACE,)
 DRAIN = (_rule("timeout_s", _real(0, MAX_DRAIN_S)),)
 NO_LIMITS = Limits(vocab_size=1, max_context_tokens=1, max_answer_tokens=1, max_prompt_bytes=1)

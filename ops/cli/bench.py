@@ -1,8 +1,12 @@
-"""downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found."""
+"""downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found.
+
+`downcore bench replay` needs no daemon: it shows recorded requests to the policies of the prefix cache.
+"""
 
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +14,17 @@ from typing import Annotated
 import typer
 from downcore.v1 import admin_pb2
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import ops.bench
 from ops.bench.load import Prompts
 from ops.bench.measure import Measurement, Reference, Settings
+from ops.bench.replay import HYBRID, HYBRID_BYTES_PER_TOKEN, HYBRID_CHECKPOINT_BYTES, Replay, decision_times
+from ops.bench.replay_report import ReplayReport
+from ops.bench.replay_report import as_plain as replay_as_plain
+from ops.bench.replay_report import print_report as print_replay
+from ops.bench.replay_report import write_json as write_replay
+from ops.bench.replay_trace import TraceError, read_traces, trace_files
 from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
 from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
@@ -22,10 +33,13 @@ from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import make_console, print_json
 from ops.model.catalog import SMOLLM2
 from ops.model.fetch import FetchError, ensure_model
+from tiers.flops import ComputeCost
+from tiers.shadow import CacheShape
 
 ROOM_TOKENS = 64  # for the answer, beside a context
 DEFAULT_CONTEXTS = [512, 2048, 6000]
 DEFAULT_STREAMS = [1, 16]
+DEFAULT_BUDGETS = [0.05, 0.1, 0.2]
 
 app = make_app()
 
@@ -35,8 +49,9 @@ def run(arguments: list[str]) -> int:
     return run_app(app, "bench", arguments)
 
 
-@app.command(context_settings=HELP_NAMES)
+@app.callback(invoke_without_command=True, context_settings=HELP_NAMES)
 def bench(
+    context_: typer.Context,
     model: Annotated[Path | None, typer.Option("--model", help="Default: the embedded model.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="First part of the result's file name.")] = None,
     context: Annotated[list[int] | None, typer.Option("--context", min=64, help="Context lengths, tokens.")] = None,
@@ -51,6 +66,8 @@ def bench(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure the served model beside transformers on the same weights; writes a JSON file and prints tables."""
+    if context_.invoked_subcommand is not None:
+        return
     for needed, wanted in (("transformers", reference), ("matplotlib", plot)):
         if wanted and find_spec(needed) is None:
             raise CliError(ExitCode.FAILED, f"{needed} is not installed; make bench installs it")
@@ -77,6 +94,60 @@ def bench(
     else:
         print_report(report, make_console())
     progress.print(f"\nwritten: {path}" + (" and the .png beside it" if plot else ""), soft_wrap=True)
+
+
+@app.command(context_settings=HELP_NAMES)
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="Session files, Mooncake traces, folders of them.")],
+    budget: Annotated[
+        list[float] | None, typer.Option("--budget", min=0.001, max=1, help="Of the working set.")
+    ] = None,
+    grid: Annotated[int, typer.Option("--grid", min=512, help="Tokens of a chunk; a multiple of 512.")] = 4096,
+    bytes_per_token: Annotated[int, typer.Option("--bytes-per-token", min=1)] = HYBRID_BYTES_PER_TOKEN,
+    checkpoint_bytes: Annotated[
+        int, typer.Option("--checkpoint-bytes", min=0, help="0: attention alone.")
+    ] = HYBRID_CHECKPOINT_BYTES,
+    matmul_params: Annotated[int, typer.Option("--params", min=1, help="Active ones.")] = HYBRID.matmul_params,
+    pair_flops: Annotated[int, typer.Option("--pair-flops", min=0)] = HYBRID.pair_flops,
+    state_flops: Annotated[int, typer.Option("--state-flops", min=0)] = HYBRID.state_flops,
+    decisions: Annotated[
+        int, typer.Option("--decisions", min=0, help="Time decisions among so many items; 0: do not.")
+    ] = 100_000,
+    name: Annotated[str | None, typer.Option("--name", help="Part of the result's file name.")] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder of the result.")] = RESULTS,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Show recorded requests to the cache's policies, without a model; writes a JSON file and prints tables."""
+    if grid % 512:
+        raise CliError(ExitCode.USAGE, f"--grid {grid} is not a multiple of 512")
+    cost = ComputeCost(matmul_params, pair_flops, state_flops)
+    shape = CacheShape(grid, grid * bytes_per_token, checkpoint_bytes, cost)
+    budgets = sorted(set(budget or DEFAULT_BUDGETS))
+    stderr = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    before = time.process_time()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        try:
+            files = trace_files(traces)
+            reading = progress.add_task("reading", total=len(files))
+            requests = read_traces(files, lambda _: progress.advance(reading))
+        except TraceError as error:
+            raise CliError(ExitCode.FAILED, str(error)) from None
+        replaying = progress.add_task("replaying")
+        shown = Replay(requests, shape, lambda: progress.advance(replaying))
+        progress.update(replaying, total=shown.num_steps(len(budgets)))
+        replayed = shown.measure(budgets)
+        cpu_s = time.process_time() - before
+        progress.add_task("timing decisions", total=None)
+        times = decision_times(decisions) if decisions else None
+    file_names = tuple(file.name for file in files)
+    report = ReplayReport(name or "-".join(path.stem for path in traces), file_names, replayed, times, cpu_s)
+    path = write_replay(report, results)
+    if output is Format.JSON:
+        print_json(replay_as_plain(report))
+    else:
+        print_replay(report, make_console())
+    stderr.print(f"\nwritten: {path}", soft_wrap=True)
 
 
 def _measure(

@@ -13,6 +13,7 @@ from ops.cli.app import server_target
 from ops.cli.errors import CliError, ExitCode
 
 ADMIN = "downcore.v1.AdminService"
+CACHE = "downcore.v1.CacheService"
 GENERATION = "downcore.v1.GenerationService"
 MAX_MESSAGE_BYTES = 64 << 20
 ERROR_DOMAIN = "downcore"

@@ -23,7 +23,9 @@ class Command:
 
 COMMANDS = {
     "status": Command("ops.cli.status", "What the daemon serves, and whether it does"),
-    "tiers": Command("ops.cli.tiers", "Tiers of the cache: ls, watch"),
+    "tiers": Command("ops.cli.tiers", "Tiers of the cache: ls, show, stat, watch, verify, flush"),
+    "prefix": Command("ops.cli.prefix", "Cached prefixes: ls, show, explain, warm, pin, unpin, evict, top"),
+    "quota": Command("ops.cli.quota", "What a namespace may keep: ls, set, rm"),
     "session": Command("ops.cli.session", "Sequences being served: ls, show ID, abort ID"),
     "ledger": Command("ops.cli.ledger", "Every byte of every tier by owner and kind"),
     "generate": Command("ops.cli.generate", "Stream an answer to a prompt"),
@@ -32,6 +34,7 @@ COMMANDS = {
     "drain": Command("ops.cli.drain", "Refuse new requests and wait for the open ones"),
     "serve": Command("ops.cli.serve", "Run the daemon in the foreground"),
     "model": Command("ops.cli.model", "Models: check, fetch, path"),
+    "store": Command("ops.cli.store", "The disk tier's directory, offline: fsck, dump"),
     "demo": Command("ops.cli.demo", "Ask two questions about a real document"),
     "bench": Command("ops.cli.bench", "Measure the served model beside transformers"),
     "version": Command("ops.cli.version", "Version of this program"),

@@ -33,6 +33,13 @@ def make_table(columns: Sequence[str], *, numeric: Sequence[str] = ()) -> Table:
     return table
 
 
+def make_wide_table(columns: Sequence[str], *, numeric: Sequence[str] = ()) -> Table:
+    """As `make_table`, with its columns closer together, for those that would not fit otherwise."""
+    table = make_table(columns, numeric=numeric)
+    table.padding = (0, 1, 0, 0)
+    return table
+
+
 def make_facts(facts: Sequence[tuple[str, str]]) -> Table:
     """Name and value, one a line; values may fold."""
     table = Table.grid(padding=(0, 2))
@@ -57,6 +64,25 @@ def human_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:,.0f}"
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """1 and "block" is "1 block", 2 is "2 blocks"."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def brief_seconds(seconds: float) -> str:
+    """An age or a time left, by its two largest units: "12s", "59m 3s", "3h 5m", "12d 4h", "3y"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h {whole % 3600 // 60}m"
+    if whole < 365 * 86_400:
+        return f"{whole // 86_400}d {whole % 86_400 // 3600}h"
+    return f"{whole // (365 * 86_400)}y"
 
 
 def human_seconds(seconds: float) -> str:

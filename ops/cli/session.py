@@ -92,7 +92,8 @@ def _fetch(server: str | None, timeout_s: float, sequence_id: str) -> list[admin
 
 
 def _state(sequence: admin_pb2.Sequence) -> str:
-    return enum_name(admin_pb2.SequenceState.DESCRIPTOR, sequence.state).lower()
+    state = enum_name(admin_pb2.SequenceState.DESCRIPTOR, sequence.state).lower()
+    return f"{state}, warming" if sequence.is_warming else state
 
 
 def _table(sequences: Iterable[admin_pb2.Sequence]) -> Table:

@@ -9,7 +9,7 @@ import torch
 
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
-from daemon.engine.tiers import make_cache
+from daemon.engine.tiers import make_cache, make_device
 from daemon.messages import (
     Finished,
     Rejected,
@@ -21,9 +21,9 @@ from daemon.messages import (
     Usage,
 )
 from daemon.models.base import Model
+from daemon.sizing import Division
 from tests.engine.invented import EOS, Invented
 from tests.engine.memory_store import MemoryStore
-from tiers.device import DeviceTier
 from tiers.mover import Job
 from tiers.pools import DevicePools
 
@@ -109,7 +109,14 @@ class Harness:
         self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
         self.mover = ManualMover(slow)
-        self.device = DeviceTier(layout, grid=grid, num_blocks=num_blocks, num_slots=num_slots, fingerprint=b"f" * 32)
+        self.device = make_device(
+            self.config,
+            layout,
+            Division(num_blocks, num_slots),
+            grid=grid,
+            fingerprint=b"f" * 32,
+            compute=self.model.compute,
+        )
         self.engine = Engine(
             config=self.config,
             model=self.model,

@@ -30,7 +30,7 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(
     rng = random.Random(seed)
     lower = {"num_chunks": rng.randint(8, 60), "store": MemoryStore(), "slow": rng} if is_tiered else {}
     harness = Harness(num_blocks=num_blocks, num_slots=slots, max_sequences=8, growth_window=4, **lower)  # type: ignore[arg-type]
-    device = harness.device
+    device, prefixes = harness.device, harness.engine.prefixes
     expected: dict[tuple[str, int], list[int]] = {}
     oracle = Oracle(INVENTED, BLOCK)
     pinned: list[Node] = []
@@ -41,14 +41,15 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(
         for choice in range(n):
             expected[(f"r{i}", choice)] = oracle.answer(prompt, max_tokens, seed=i + choice, temperature=1.0)
         harness.step(rng.randint(0, 12))
-        for node in device.lookup(prompt, "").nodes:
-            if node.has_lower_block and not node.pins:
-                device.tree.pin(node)
-                pinned.append(node)
+        nodes = device.lookup(prompt, "").nodes
+        if nodes and all(node.has_lower_block for node in nodes):
+            prefixes.pin(nodes[-1], None)
+            pinned += nodes
     harness.run()
     assert all(node.has_block for node in pinned)
-    for node in pinned:
-        device.tree.unpin(node)
+    for node in list(prefixes.pins):
+        prefixes.unpin(node)
+    harness.engine.check()
     refused = {request_id for request_id, rejected in harness.rejected.items() if "needs" in rejected.message}
     assert set(harness.rejected) == refused
     for (request_id, index), answer in expected.items():

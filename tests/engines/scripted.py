@@ -2,7 +2,8 @@
 
 Run as `python scripted.py [options] --fd N`. Choice i of a request says the prompt from its token i on. An end token in
 the prompt ends the answer there, so a test writes its script into its prompt. SIGUSR1 stops the pulse, SIGUSR2 lets
-it go on. It holds nothing, so what it lists is what the front has asked for and not ended.
+it go on. It holds nothing, so what it lists is what the front has asked for and not ended. Its cache has names and no
+bytes (scripted_cache.py).
 """
 
 import argparse
@@ -15,8 +16,10 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason
+from tests.engines.scripted_cache import ScriptedCache
 
 PULSE_S = 0.1
 
@@ -46,16 +49,25 @@ class Scripted:
         self.pulsing = True
         self.leaving = False
         self.failing = False
+        self.tiers = tuple(cm.TierName(name) for name in args.tiers.split(","))
+        self.cache = ScriptedCache(
+            self.send,
+            tiers=self.tiers,
+            num_prefixes=args.prefixes,
+            num_records=args.records,
+            num_damaged=args.damaged,
+        )
 
     def main(self) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "pulsing", False))
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "pulsing", True))
         if not self.configure():
             return 1
-        next_pulse_s = next_step_s = 0.0
+        next_pulse_s = next_step_s = next_tick_s = 0.0
         while not self.leaving:
             now_s = time.monotonic()
             wake_s = min(next_pulse_s, next_step_s) if self.running else next_pulse_s
+            wake_s = min(wake_s, next_tick_s) if self.cache.is_busy else wake_s
             if not self.poll(max(wake_s - now_s, 0.0)):
                 return 3
             self.admit()
@@ -63,6 +75,9 @@ class Scripted:
             if self.running and now_s >= next_step_s:
                 self.step()
                 next_step_s = now_s + self.args.token_s
+            if self.cache.is_busy and now_s >= next_tick_s:
+                self.cache.tick()
+                next_tick_s = now_s + self.args.tick_s
             if now_s >= next_pulse_s:
                 next_pulse_s = now_s + PULSE_S
                 if self.pulsing:
@@ -91,6 +106,7 @@ class Scripted:
             vocab_size=self.args.vocab, max_context_tokens=self.args.context, block_size=64, grid=1024,
             num_blocks=self.args.blocks, num_slots=64, bytes_per_token=4, slot_bytes=0, state_fingerprint="f" * 64,
             numerics_profile="p" * 64, eos_token_ids=(self.args.eos,),
+            tiers=self.tiers,
         )  # fmt: skip
 
     def send(self, message: messages.ToFront) -> None:
@@ -148,8 +164,12 @@ class Scripted:
                 self.leaving = True
             case messages.Configure():
                 raise AssertionError("configured twice")
+            case _:
+                if not self.args.mute:
+                    self.cache.handle(message)
 
     def end(self, request_id: str) -> None:
+        self.cache.abort(request_id)
         self.waiting.pop(request_id, None)
         self.running.pop(request_id, None)
 
@@ -200,15 +220,33 @@ class Scripted:
             return
         match query.kind:
             case messages.QueryKind.TIERS:
-                row = messages.TierRow("device", "ram", 1024, 512, 256, 256, 0, 7, 9, 1, 16, 4, 4, 64, 64)
-                self.send(messages.Answer(query.query_id, tiers=(row,)))
+                rows = (
+                    messages.TierRow("device", "ram", 1024, 512, 256, 256, 0, 7, 9, 1, 16, 4, 4, 64, 64),
+                    messages.TierRow(
+                        "host", "ram", 2048, 0, 1024, 1024, 0, 5, 4, 0, 32, 16, 16, 0, 0,
+                        used_bytes=2048, reads=4, read_bytes=4096, read_s=0.002, writes=2, written_bytes=2048,
+                        write_s=0.5, is_unified=True, driver_free_bytes=None, host_free_bytes=77,
+                    ),
+                    messages.TierRow(
+                        "disk", "ext4, direct I/O", 8192, 0, 4096, 4096, 512, 3, 1, 2, 128, 64, 64, 0, 0,
+                        dirty_bytes=256, used_bytes=5000, quota_bytes=8192, dropped_writes=6, verify_failures=1,
+                        quarantined=1, gate_refusals=9, state=messages.TierState.READ_ONLY,
+                        state_reason="no space is left",
+                    ),
+                )  # fmt: skip
+                found = tuple(row for row in rows if row.name in self.tiers)
+                self.send(messages.Answer(query.query_id, tiers=found))
             case messages.QueryKind.SEQUENCES:
                 self.send(messages.Answer(query.query_id, sequences=tuple(self.rows(query.id))))
             case messages.QueryKind.LEDGER:
                 rows = tuple(
                     messages.LedgerRow("device", "blocks", f"{request_id}/0", 64, 1) for request_id in self.running
                 )
-                self.send(messages.Answer(query.query_id, ledger=rows))
+                jobs = tuple(
+                    messages.LedgerRow(reading.question.tier, "scratch", type(reading.question).__name__, 4096, 1)
+                    for reading in self.cache.reading.values()
+                )
+                self.send(messages.Answer(query.query_id, ledger=rows + jobs))
 
     def rows(self, wanted: str) -> list[messages.SequenceRow]:
         rows: list[messages.SequenceRow] = []
@@ -222,6 +260,15 @@ class Scripted:
                                 64, time.monotonic() - run.arrived_s, 0, run.submit.max_tokens,
                             )
                         )  # fmt: skip
+        for request_id, warming in self.cache.warming.items():
+            state = "queued" if warming.stage is cm.WarmStage.QUEUED else "prefilling"
+            if wanted in ("", request_id, f"{request_id}/0"):
+                rows.append(
+                    messages.SequenceRow(
+                        request_id, 0, state, len(warming.warm.prompt_ids) // 4, 0, warming.done_tokens,
+                        warming.cached_tokens, 1, 0, 64, time.monotonic() - warming.arrived_s, 0, 0,
+                    )
+                )  # fmt: skip
         return rows
 
 
@@ -238,7 +285,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-queue", type=int, default=4096)
     parser.add_argument("--fail-load", default="")
     parser.add_argument("--crash-loading", action="store_true")
-    parser.add_argument("--mute", action="store_true", help="answers no query")
+    parser.add_argument("--mute", action="store_true", help="answers no question")
+    parser.add_argument("--tiers", default="device")
+    parser.add_argument("--tick-s", type=float, default=0.001, help="time of a step of the cache's jobs")
+    parser.add_argument("--prefixes", type=int, default=0, help="how many are cached from the beginning")
+    parser.add_argument("--records", type=int, default=8, help="of a tier, to be verified")
+    parser.add_argument("--damaged", type=int, default=0, help="of them")
     return parser.parse_args()
 
 

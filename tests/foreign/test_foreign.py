@@ -18,7 +18,7 @@ from tests.front.harness import Front, eventually, running_front
 HERE = Path(__file__).parent
 PROTO = HERE.parents[1] / "proto"
 SERVICES = {
-    "downcore.v1.AdminService", "downcore.v1.GenerationService", "grpc.health.v1.Health",
+    "downcore.v1.AdminService", "downcore.v1.CacheService", "downcore.v1.GenerationService", "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
 }  # fmt: skip
 

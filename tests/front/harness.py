@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
-from downcore.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from downcore.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, generation_pb2_grpc
 from downcore.v1 import generation_pb2 as pb
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -103,6 +103,7 @@ class Front:
             reader.start()
         self.channel = self.new_channel()
         self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.ready_line = self.lines.get(timeout=30) if wait else ""

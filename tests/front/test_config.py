@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from daemon.config import EngineConfig, LoadFormat
+from daemon.config import EngineConfig, EvictionPolicy, LoadFormat, Reuse
 from daemon.front.config import FrontConfig, default_listen, parse_args
 
 
@@ -24,6 +24,15 @@ def test_flags_reach_their_fields_with_their_types() -> None:
     )  # fmt: skip
     engine = EngineConfig(model_path="m", load_format=LoadFormat.DUMMY, grid=128, slice_ms=3.5, pool_bytes=4096)
     assert config == FrontConfig(engine=engine, listen="s", max_open_requests=9, tcp="127.0.0.1:0")
+    config = parse_args(
+        ["--model", "m", "--listen", "s", "--reuse", "fast", "--policy", "lru", "--host-bytes", "0", "--disk-path", "d",
+         "--disk-bytes", str(1 << 30), "--write-bytes-per-s", str(1 << 20), "--dirty-bytes", str(1 << 20)]
+    )  # fmt: skip
+    engine = EngineConfig(
+        model_path="m", reuse=Reuse.FAST, policy=EvictionPolicy.LRU, host_bytes=0, disk_path="d", disk_bytes=1 << 30,
+        write_bytes_per_s=1 << 20, dirty_bytes=1 << 20,
+    )  # fmt: skip
+    assert config == FrontConfig(engine=engine, listen="s")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,14 @@ def test_flags_reach_their_fields_with_their_types() -> None:
         (["--log-level", "loud"], "log_level"),
         (["--load-format", "pickle"], "load_format"),
         (["--threads", "many"], "threads"),
+        (["--reuse", "nearly"], "reuse"),
+        (["--policy", "fifo"], "policy"),
+        (["--host-bytes", "-1"], "host_bytes"),
+        (["--disk-path", ""], "disk_path"),
+        (["--disk-bytes", str(1 << 30)], "disk_path"),
+        (["--disk-path", "d", "--disk-bytes", "4096"], "disk_bytes"),
+        (["--write-bytes-per-s", "0"], "write_bytes_per_s"),
+        (["--dirty-bytes", "0"], "dirty_bytes"),
     ],
 )
 def test_a_wrong_value_is_a_usage_error_that_names_the_field(

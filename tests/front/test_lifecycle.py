@@ -184,7 +184,7 @@ def test_health_follows_loading_the_step_clock_and_the_engines_death(tmp_path: P
     eventually(front.socket.exists)
     eventually(lambda: any("engine started" in line for line in front.log))
     grpc.channel_ready_future(front.channel).result(timeout=10)
-    services = ("", "downcore.v1.GenerationService", "downcore.v1.AdminService")
+    services = ("", "downcore.v1.GenerationService", "downcore.v1.CacheService", "downcore.v1.AdminService")
     assert {front.health_status(name) for name in services} == {NOT_SERVING}
     assert front.info().state == admin_pb2.ENGINE_STATE_LOADING
     with pytest.raises(grpc.RpcError) as caught:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import requests
-from daemon.front.requests import OpenRequest, RequestTable, client_id
+from daemon.front.requests import OpenRequest, RequestTable, client_name
 from daemon.front.text import TokenTable
 
 USAGE = messages.Usage(3, 1, 0, 0, 0.1, 0.2, 0.3)
@@ -108,7 +108,7 @@ def test_an_id_used_again_is_another_request_to_the_engine() -> None:
         table.close(first)
         second = table.open("same", 0.0)
         assert first.wire_id != second.wire_id
-        assert client_id(first.wire_id) == client_id(second.wire_id) == "same"
+        assert client_name(first.wire_id).name == client_name(second.wire_id).name == "same"
         assert table.find_wire(first.wire_id) is None
         assert table.find_wire(second.wire_id) is second
         table.check()

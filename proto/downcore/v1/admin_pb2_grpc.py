@@ -65,6 +65,31 @@ class AdminServiceStub:
                 request_serializer=downcore_dot_v1_dot_admin__pb2.AbortSequenceRequest.SerializeToString,
                 response_deserializer=downcore_dot_v1_dot_admin__pb2.AbortSequenceResponse.FromString,
                 _registered_method=True)
+        self.FlushTier = channel.unary_unary(
+                '/downcore.v1.AdminService/FlushTier',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.FlushTierRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.FlushTierResponse.FromString,
+                _registered_method=True)
+        self.VerifyTier = channel.unary_stream(
+                '/downcore.v1.AdminService/VerifyTier',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.VerifyTierRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.VerifyTierResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/downcore.v1.AdminService/SetQuota',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
+        self.ListQuotas = channel.unary_unary(
+                '/downcore.v1.AdminService/ListQuotas',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
+        self.RemoveQuota = channel.unary_unary(
+                '/downcore.v1.AdminService/RemoveQuota',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.RemoveQuotaRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.RemoveQuotaResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/downcore.v1.AdminService/Drain',
                 request_serializer=downcore_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -109,13 +134,52 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortSequence(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """AbortSequence ends answers being made, or a job of WarmPrefix by its key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushTier(self, request, context):
+        """FlushTier writes down all that a tier has and the tiers below it lack, syncs the disk, and forgets nothing. It
+        answers when that is done, however long it takes; cancelling the call stops the writing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyTier(self, request, context):
+        """VerifyTier reads every record of a tier and checks it, beside the daemon's other work. Damaged records are set
+        aside and never served. The stream is: any number of `progress`, one `report`. Cancelling the call stops it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """SetQuota limits what a namespace may keep in the cache. What is over a new quota is evicted; pinned prefixes stay,
+        and no new pin is taken until there is room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuotas(self, request, context):
+        """ListQuotas lists the namespaces that have a quota or bytes in the cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveQuota(self, request, context):
+        """RemoveQuota lifts a namespace's quota.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new work and answers when the last open request has ended, or after the time given.
+        """Drain refuses new work and answers when the last open request and warming job has ended, or after the time given.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +217,31 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.AbortSequence,
                     request_deserializer=downcore_dot_v1_dot_admin__pb2.AbortSequenceRequest.FromString,
                     response_serializer=downcore_dot_v1_dot_admin__pb2.AbortSequenceResponse.SerializeToString,
+            ),
+            'FlushTier': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushTier,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.FlushTierRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.FlushTierResponse.SerializeToString,
+            ),
+            'VerifyTier': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyTier,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.VerifyTierRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.VerifyTierResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'ListQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuotas,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.ListQuotasRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.ListQuotasResponse.SerializeToString,
+            ),
+            'RemoveQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveQuota,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.RemoveQuotaRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.RemoveQuotaResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -323,6 +412,141 @@ class AdminService:
             '/downcore.v1.AdminService/AbortSequence',
             downcore_dot_v1_dot_admin__pb2.AbortSequenceRequest.SerializeToString,
             downcore_dot_v1_dot_admin__pb2.AbortSequenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushTier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/downcore.v1.AdminService/FlushTier',
+            downcore_dot_v1_dot_admin__pb2.FlushTierRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.FlushTierResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyTier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/downcore.v1.AdminService/VerifyTier',
+            downcore_dot_v1_dot_admin__pb2.VerifyTierRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.VerifyTierResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/downcore.v1.AdminService/SetQuota',
+            downcore_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/downcore.v1.AdminService/ListQuotas',
+            downcore_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/downcore.v1.AdminService/RemoveQuota',
+            downcore_dot_v1_dot_admin__pb2.RemoveQuotaRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.RemoveQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,
