@@ -38,7 +38,7 @@ MAY_IMPORT = {
 PARTS = sorted({*MAY_IMPORT, "downcore"}, key=len, reverse=True)
 
 # Within tiers only these may import torch or kernels.
-TIERS_WITH_TORCH = {"tiers.pools", "tiers.mover"}
+TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer"}
 # Decisions are functions of what they are given: no torch and no clock.
 TIMELESS = {"daemon.engine.scheduler", "tiers.tree", "tiers.eviction", "tiers.layout", "tiers.ledger"}
 # Run as a program of its own, beside the served model.

@@ -16,7 +16,7 @@ from tiers.host import HostTier
 from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.resources import Resources
-from tiers.transfer import Fence, Transfer
+from tiers.transfer import Fence, Image, Transfer
 from tiers.tree import Node
 
 JOB_BYTES = 64 << 20  # of images read in one job, so that several threads share a restore
@@ -31,6 +31,11 @@ class Load:
     target: int  # block or slot id
     chunks: tuple[int, ...] | None
     record: tuple[RecordHead, RecordRef] | None
+
+    @property
+    def image(self) -> Image:
+        """Where it goes."""
+        return Image(self.target, self.is_state)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,26 +170,20 @@ class Restorer:
     def _from_host(self, batch: Sequence[Load], fence: Fence) -> None:
         for load in batch:
             assert load.chunks is not None
-            if load.is_state:
-                self.transfer.slot_to_device(load.chunks, load.target, fence)
-            else:
-                self.transfer.block_to_device(load.chunks[0], load.target, fence)
+            self.transfer.to_device(load.chunks, load.image, fence)
 
     def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, str]:
         assert self.disk is not None
-        images = [self.transfer.image(load.target, is_state=load.is_state) for load in batch]
-        landings = images if self.transfer.is_direct else self.transfer.staging([image.nbytes for image in images])
+        landings = self.transfer.landings([load.image for load in batch])
         requests = [
-            (*load.record, landing.numpy().data)
-            for load, landing in zip(batch, landings, strict=True)
-            if load.record is not None
+            (*load.record, landing) for load, landing in zip(batch, landings, strict=True) if load.record is not None
         ]
         failures: dict[Load, str] = {}
-        for load, image, landing, error in zip(batch, images, landings, self.disk.store.read(requests), strict=True):
-            if error is not None:
-                failures[load] = str(error)
-            elif not self.transfer.is_direct:
-                self.transfer.copy(image, landing, fence)
+        for load, landing, flaw in zip(batch, landings, self.disk.store.read(requests), strict=True):
+            if flaw is None:
+                self.transfer.land(load.image, landing, fence)
+            else:
+                failures[load] = str(flaw)
         return failures
 
     def _finish(self, restore: Restore) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tiers.device import DeviceTier
 from tiers.host import HostTier
 from tiers.resources import Resources
-from tiers.transfer import Transfer
+from tiers.transfer import Image, Transfer
 from tiers.tree import Node
 
 
@@ -59,7 +59,7 @@ class Swapper:
             if chunks is None:
                 resources.release()
                 return None
-            self.transfer.block_to_host(block_id, chunks[0], fence)
+            self.transfer.to_host(Image(block_id, is_state=False), chunks, fence)
             if node is not None:
                 self.host.give(resources, node, chunks, is_state=False)
                 assert node.host_block is not None
@@ -72,7 +72,7 @@ class Swapper:
                 resources.release()
                 return None
             slot_chunks = taken
-            self.transfer.slot_to_host(slot, slot_chunks, fence)
+            self.transfer.to_host(Image(slot, is_state=True), slot_chunks, fence)
         kept = tuple(nodes[: len(block_ids)])
         return Swapped(resources, kept, tuple(block_chunks), slot_chunks, computed_len)
 
@@ -97,12 +97,12 @@ class Swapper:
                 table.append(node.block_id)
                 continue
             block_id = next(fresh)
-            self.transfer.block_to_device(chunks[0], block_id, fence)
+            self.transfer.to_device(chunks, Image(block_id, is_state=False), fence)
             if node is not None:
                 assert node.parent is not None, "a held copy keeps its node"
                 device.attach(resources, node, block_id)
             table.append(block_id)
         if swapped.slot_chunks:
-            self.transfer.slot_to_device(swapped.slot_chunks, slot, fence)
+            self.transfer.to_device(swapped.slot_chunks, Image(slot, is_state=True), fence)
         swapped.resources.release()
         return Returned(table, slot)

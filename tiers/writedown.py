@@ -10,10 +10,7 @@ With a host tier an image goes there first and to disk from there. Without one i
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
@@ -21,7 +18,7 @@ from tiers.host import HostTier
 from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.resources import Resources
-from tiers.transfer import Fence, Transfer
+from tiers.transfer import Fence, Image, Transfer
 from tiers.tree import Node
 
 MAX_OFFERS = 1024  # remembered at a time
@@ -235,44 +232,26 @@ class WriteDown:
             began = time.perf_counter()
             if disk is not None and garbage:
                 disk.store.delete(garbage)
-            images = self._images(batch.writes, fence)
-            if disk is not None:
-                heads = [(write.head, image.numpy().data) for write, image in zip(batch.writes, images, strict=True)]
-                records = [(head, image) for head, image in heads if head is not None]
+            records: list[tuple[RecordHead, memoryview]] = []
+            for write in batch.writes:
+                image = self._image(write, fence)
+                if write.head is not None:
+                    records.append((write.head, image))
+            if disk is not None and records:
                 batch.refs = disk.store.write(records, last_use=last_use)
             batch.took_s = time.perf_counter() - began
 
         return Job(Priority.WRITE_DOWN, work, lambda error: self._done(batch, error))
 
-    def _images(self, writes: Sequence[Write], fence: Fence) -> list[torch.Tensor]:
-        """Each image as one host buffer, after what is to stay in the host tier has been copied there."""
+    def _image(self, write: Write, fence: Fence) -> memoryview:
+        """The image for the disk, after what is to stay in the host tier has been copied there."""
         layout, transfer = self.device.layout, self.transfer
-        images: list[torch.Tensor] = []
-        for write in writes:
-            size = layout.slot_bytes if write.is_state else layout.block_bytes
-            if write.fills_host:
-                assert write.chunks is not None
-                assert write.source is not None
-                if write.is_state:
-                    transfer.slot_to_host(write.source, write.chunks, fence)
-                else:
-                    transfer.block_to_host(write.source, write.chunks[0], fence)
-            images.append(self._image(write, size, fence))
-        return images
-
-    def _image(self, write: Write, size: int, fence: Fence) -> torch.Tensor:
-        transfer = self.transfer
-        if write.chunks is not None and len(write.chunks) == 1:
-            return transfer.chunk(write.chunks[0], size)
-        if write.source is not None and transfer.is_direct:
-            return transfer.image(write.source, is_state=write.is_state)
-        gathered = torch.empty(size, dtype=torch.uint8)
         if write.chunks is not None:
-            transfer.gather(write.chunks, gathered)
-        else:
-            assert write.source is not None
-            transfer.copy(gathered, transfer.image(write.source, is_state=write.is_state), fence)
-        return gathered
+            if write.source is not None:
+                transfer.to_host(Image(write.source, write.is_state), write.chunks, fence)
+            return transfer.view_chunks(write.chunks, layout.slot_bytes if write.is_state else layout.block_bytes)
+        assert write.source is not None
+        return transfer.view(Image(write.source, write.is_state), fence)
 
     def _done(self, batch: Batch, error: Exception | None) -> None:
         self._in_flight.remove(batch)

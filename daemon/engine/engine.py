@@ -10,20 +10,7 @@ from functools import singledispatchmethod
 
 import torch
 
-from daemon.cache_messages import (
-    Cancel,
-    EvictPrefix,
-    Flush,
-    ListPrefixes,
-    ListQuotas,
-    Lookup,
-    PinPrefix,
-    RemoveQuota,
-    SetQuota,
-    UnpinPrefix,
-    Verify,
-    Warm,
-)
+from daemon.cache_messages import Warm
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
 from daemon.engine.prefill import Prefill
@@ -52,7 +39,6 @@ from daemon.messages import (
     ToEngine,
     ToFront,
     Token,
-    Usage,
 )
 from daemon.models.base import Model
 from tiers.cache import TieredCache
@@ -214,8 +200,7 @@ class Engine:
                 self._stop_choice(sequence, StopReason.STOP_STRING, message.num_tokens)
         self._flush()
 
-    @handle.register(Lookup | PinPrefix | UnpinPrefix | EvictPrefix | ListPrefixes | Flush | Verify | Cancel)
-    @handle.register(SetQuota | RemoveQuota | ListQuotas)
+    @handle.register(Question)
     def _(self, message: Question) -> None:
         self.questions.ask(message, self.unix_clock())
 
@@ -326,7 +311,7 @@ class Engine:
             self.pools.copy_slot(lead.slot, sibling.slot)
             if request.prompt_len % self.device.layout.block_size:
                 self.pools.copy_block(lead.block_table[unfinished], sibling.block_table[unfinished])
-        self.send(Started(request.id, self._usage(request)))
+        self.send(Started(request.id, request.usage(self.clock())))
         drawn = self.sampler.sample(logits.expand(len(choices), -1), choices)
         for sequence, token in zip(choices, drawn, strict=True):
             if sequence.is_running:
@@ -420,21 +405,6 @@ class Engine:
         if sequence is not None:
             reason = "there is no room for it"
             self._fail(sequence.request, ErrorReason.NO_CAPACITY, reason, retry_after_s=5.0)
-
-    def _usage(self, request: Request) -> Usage:
-        assert request.admitted is not None
-        assert request.prefilled is not None
-        disk = min(request.restored_disk, request.cached_len)
-        host = min(request.restored_host, request.cached_len - disk)
-        return Usage(
-            prompt_tokens=request.prompt_len,
-            cached_device=request.cached_len - host - disk,
-            cached_host=host,
-            cached_disk=disk,
-            queue_s=request.admitted - request.arrived,
-            prefill_s=request.prefilled - request.admitted,
-            first_token_s=self.clock() - request.arrived,
-        )
 
     def _flush(self) -> None:
         if self._tokens or self._finished:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from daemon.cache_messages import Warm
-from daemon.messages import StopReason, Submit
+from daemon.messages import StopReason, Submit, Usage
 from tiers.resources import Resources
 from tiers.restore import Restore
 from tiers.swap import Swapped
@@ -51,6 +51,22 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    def usage(self, now: float) -> Usage:
+        """Counts and times once the prompt is computed, at its first token."""
+        assert self.admitted is not None
+        assert self.prefilled is not None
+        disk = min(self.restored_disk, self.cached_len)
+        host = min(self.restored_host, self.cached_len - disk)
+        return Usage(
+            prompt_tokens=self.prompt_len,
+            cached_device=self.cached_len - host - disk,
+            cached_host=host,
+            cached_disk=disk,
+            queue_s=self.admitted - self.arrived,
+            prefill_s=self.prefilled - self.admitted,
+            first_token_s=now - self.arrived,
+        )
 
 
 @dataclass(slots=True, eq=False)

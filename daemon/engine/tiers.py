@@ -8,6 +8,7 @@ from daemon.models.base import Compute
 from daemon.sizing import Division
 from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
+from tiers.device_transfer import DeviceTransfer
 from tiers.disk import DiskTier, RecordStore
 from tiers.eviction import LRU, Weights
 from tiers.flops import ComputeCost
@@ -19,7 +20,6 @@ from tiers.pools import DevicePools, HostArena
 from tiers.records import Identity
 from tiers.shadow import CacheShape
 from tiers.store import DiskStore
-from tiers.transfer import Transfer
 from tiers.tuner import Tuner
 from tiers.worth import Appraiser
 from tiers.writedown import WriteLimits
@@ -103,7 +103,7 @@ def make_cache(
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s)
     return TieredCache(
         device,
-        Transfer(pools, arena),
+        DeviceTransfer(pools, arena),
         mover,
         lower=LowerTiers(host, disk),
         limits=limits,

@@ -1,0 +1,118 @@
+"""The copies of tiers/transfer.py, with tensors.
+
+On an accelerator each calling thread has a stream of its own: a copy begins after the fence, and the call returns when
+the bytes have arrived. So a fence orders every copy against compute, and no buffer is used again before its copy ended.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from tiers.pools import DevicePools, HostArena
+from tiers.transfer import Fence, Image
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFence:
+    """An event on the stream of compute; None on a CPU, where work is done when its call returns."""
+
+    event: "torch.cuda.Event | None"
+
+
+class DeviceTransfer:
+    """Copies between pools and arena. `arena` is None where there is no host tier."""
+
+    def __init__(self, pools: DevicePools, arena: HostArena | None) -> None:
+        self.pools = pools
+        self.arena = arena
+        self.is_direct = pools.blocks.device.type == "cpu"  # host code reads and writes the pools themselves
+        self._local = threading.local()
+
+    def fence(self) -> Fence:
+        """Everything that was given to the device until now."""
+        if self.is_direct:
+            return DeviceFence(None)
+        event = torch.cuda.Event()
+        event.record()
+        return DeviceFence(event)
+
+    def to_host(self, image: Image, chunks: Sequence[int], fence: Fence) -> None:
+        """From the device into chunks of the arena, in order."""
+        for part, chunk in self._parts(self._tensor(image), chunks):
+            self._copy(chunk, part, fence)
+
+    def to_device(self, chunks: Sequence[int], image: Image, fence: Fence) -> None:
+        """And back."""
+        for part, chunk in self._parts(self._tensor(image), chunks):
+            self._copy(part, chunk, fence)
+
+    def landings(self, images: Sequence[Image]) -> list[memoryview]:
+        """Host buffers to be filled: the images themselves on a CPU, else this thread's staging buffer."""
+        if self.is_direct:
+            return [self._tensor(image).numpy().data for image in images]
+        sizes = [self._tensor(image).nbytes for image in images]
+        staging = self._staging(sum(sizes)).numpy()
+        return [staging[end - size : end].data for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def land(self, image: Image, landing: memoryview, fence: Fence) -> None:
+        """A filled buffer becomes the image's bytes."""
+        if not self.is_direct:
+            self._copy(self._tensor(image), torch.frombuffer(landing, dtype=torch.uint8), fence)
+
+    def view(self, image: Image, fence: Fence) -> memoryview:
+        """An image's bytes to be read by the host."""
+        tensor = self._tensor(image)
+        if not self.is_direct:
+            copied = torch.empty(tensor.shape, dtype=torch.uint8)
+            self._copy(copied, tensor, fence)
+            tensor = copied
+        return tensor.numpy().data
+
+    def view_chunks(self, chunks: Sequence[int], num_bytes: int) -> memoryview:
+        """An image in the arena, to be read by the host."""
+        if len(chunks) == 1:
+            return self._arena.chunks[chunks[0]][:num_bytes].numpy().data
+        gathered = torch.empty(num_bytes, dtype=torch.uint8)
+        for part, chunk in self._parts(gathered, chunks):
+            np.copyto(part.numpy(), chunk.numpy())
+        return gathered.numpy().data
+
+    @property
+    def _arena(self) -> HostArena:
+        assert self.arena is not None, "there is no host tier"
+        return self.arena
+
+    def _tensor(self, image: Image) -> torch.Tensor:
+        return self.pools.slots[image.id_] if image.is_state else self.pools.blocks[image.id_]
+
+    def _parts(self, image: torch.Tensor, chunks: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of an image beside the pieces of the arena that hold them."""
+        size = self._arena.chunk_bytes
+        assert len(chunks) * size >= image.shape[0] > (len(chunks) - 1) * size
+        pieces = [image[i * size : (i + 1) * size] for i in range(len(chunks))]
+        return [
+            (piece, self._arena.chunks[chunk][: piece.shape[0]]) for piece, chunk in zip(pieces, chunks, strict=True)
+        ]
+
+    def _staging(self, num_bytes: int) -> torch.Tensor:
+        held: torch.Tensor | None = getattr(self._local, "staging", None)
+        if held is None or held.shape[0] < num_bytes:
+            held = self._local.staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return held[:num_bytes]
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+        assert isinstance(fence, DeviceFence)
+        if fence.event is None:
+            np.copyto(target.numpy(), source.numpy())  # torch would start compute threads of this thread's own
+            return
+        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self.pools.blocks.device)
+        stream.wait_event(fence.event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
