@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiers.device import DeviceTier, Match
+from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.eviction import Weights
 from tiers.flops import ComputeCost
 from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
 from tiers.history import History
 from tiers.host import HostTier
+from tiers.match import Match
 from tiers.mover import Job, Mover, Priority
 from tiers.resources import Resources
 from tiers.restore import Restore, Restorer

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tiers.device import DeviceTier, Match
+from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
+from tiers.match import Match
 from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.resources import Resources

@@ -42,7 +42,7 @@ from daemon.messages import (
 )
 from daemon.models.base import Model
 from tiers.cache import TieredCache
-from tiers.device import Match
+from tiers.match import Match
 from tiers.pools import DevicePools
 from tiers.prefixes import Prefixes
 from tiers.resources import ReleaseError, Resources

@@ -12,9 +12,9 @@ from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence
 from tiers.admission import checkpoint_positions
 from tiers.cache import TieredCache
-from tiers.device import Match, MatchEnd
 from tiers.history import PASSED_GAP_S
 from tiers.keys import token_bytes
+from tiers.match import Match, MatchEnd
 from tiers.pools import DevicePools
 from tiers.shadow import Visit
 from tiers.tuner import Tuner

@@ -12,7 +12,7 @@ from math import inf
 from daemon.config import EngineConfig
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from tiers.cache import TieredCache
-from tiers.device import Match
+from tiers.match import Match
 from tiers.resources import Resources
 from tiers.tree import Node
 

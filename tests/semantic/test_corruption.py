@@ -10,7 +10,7 @@ from daemon.config import EngineConfig
 from ops.models.shipped import TINY_HYBRID
 from tests.exact.probe import Probe
 from tests.semantic.needles import ANSWER_TOKENS, Question, needle, status
-from tiers.device import Match
+from tiers.match import Match
 
 BLOCK, GRID = 64, 128
 END_TOKEN = 2

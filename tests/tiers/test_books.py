@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from tiers.device import DeviceTier, MatchEnd
+from tiers.device import DeviceTier
 from tiers.id_pool import IdPool
 from tiers.keys import Provenance, block_key, root_key, state_fingerprint, token_bytes
 from tiers.layout import Plane, SlotTensor, StateLayout
 from tiers.ledger import device_ledger
+from tiers.match import MatchEnd
 from tiers.resources import ReleaseError, Resources
 from tiers.tree import PrefixTree
 
