@@ -73,6 +73,14 @@ class Probe:
             len(prompt), cached_len, usage.cached_host, usage.cached_disk, logits, planes, slots, blocks, answer
         )
 
+    def begin(self, name: str) -> None:
+        """A request that a test submits itself."""
+        self._answers[name] = []
+
+    def usage_of_last(self) -> Usage:
+        """Counts and times of the prompt that `run` served last."""
+        return self._usage[f"p{self._count}"]
+
     def forget(self) -> None:
         """Drops everything cached on the device."""
         self.engine.device.drop_cache()
