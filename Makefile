@@ -9,6 +9,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_SPEC ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 BUF_VERSION := 1.75.0
+# Kernels are interpreted and compiled by the tests; a torch with a GPU brings its own.
+TRITON_VERSION := 3.6.0
 MODEL ?=
 PYTEST_ARGS ?= -n auto --dist loadfile
 BENCH_ARGS ?=
@@ -87,6 +89,7 @@ $(VENV)/.runtime: pyproject.toml $(VENV)/constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e ".[dev]"
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) install --no-deps triton==$(TRITON_VERSION)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.runtime

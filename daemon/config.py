@@ -75,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 256 << 20
 
     def __post_init__(self) -> None:
+        if self.reuse is Reuse.FAST:
+            raise ValueError("reuse: fast is not in this version; exact is")
         _within("block_size", self.block_size, 1, 1024)
         if self.grid is not None:
             _within("grid", self.grid, self.block_size, 65536)
