@@ -4,7 +4,8 @@ Engines that differ in one thing share one disk directory. Each finds nothing of
 repeated with keys cut to 8 bits, where nothing is left to protect but fingerprints and the comparison of token ids.
 """
 
-import hashlib
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from daemon.cache_messages import Warm
 from daemon.config import EngineConfig
 from daemon.messages import Submit
 from tests.exact.checkpoint import TOKENIZER, change_one_value, write_checkpoint
-from tests.exact.families import BLOCK, GRID, POOL_BYTES, prompt_of
+from tests.exact.families import BLOCK, GRID, POOL_BYTES, config_of, prompt_of
 from tests.exact.probe import Probe, Snapshot
 from tests.exact.test_exact import assert_same_bytes
 from tiers.keys import KEY_BYTES, Provenance, block_key, root_key, state_fingerprint
@@ -130,15 +131,47 @@ def test_no_two_engines_that_differ_share_a_record(
     colds = {name: serve_all(variant, disk) for name, variant in variants.items()}
     for name, served in colds.items():
         assert all(snapshot.cached_len == 0 for snapshot in served.values()), f"{name} was served a foreign prefix"
+    hits: Counter[str] = Counter()
     for name, variant in reversed(variants.items()):
-        hits = 0
         for (namespace, number), snapshot in serve_all(variant, disk).items():
             assert_same_bytes(colds[name][(namespace, number)], snapshot)
             prefix = (len(PROMPTS[number]) - 1) // variant.grid() * variant.grid()
             assert snapshot.from_disk == snapshot.cached_len
             assert snapshot.cached_len == prefix or (key_bytes < KEY_BYTES and snapshot.cached_len < prefix)
-            hits += snapshot.cached_len > 0
-        assert hits >= 1, f"{name} does not find what it wrote itself"
+            hits[name] += snapshot.cached_len > 0
+    if key_bytes == KEY_BYTES:
+        assert hits == dict.fromkeys(variants, len(PROMPTS) * len(NAMESPACES))
+    else:  # a record whose key another one has as well is replaced by that one: prefixes break off
+        assert len(hits) > 1, "the directory is of no use to anybody"
+
+
+@pytest.mark.parametrize("family", ["llama", FAMILY])
+def test_texts_whose_keys_collide_never_get_each_others_blocks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All texts of four blocks out of three, with a grid of one block: of 120 paths many have equal keys of 8 bits."""
+    words = [prompt_of(BLOCK, seed) for seed in range(3)]
+    texts = [[*itertools.chain(*chosen), 5] for chosen in itertools.product(words, repeat=4)]
+    settings: dict[str, object] = {"grid": BLOCK, "pool_bytes": 4 << 20}
+    probe = Probe(config_of(family, tmp_path / "models", "float32", **settings))
+    colds: list[Snapshot] = []
+    for text in texts:
+        probe.forget()
+        colds.append(probe.run(text))
+    probe.engine.close()
+    cut_keys(monkeypatch, 1)
+    disk = str(tmp_path / "tier")
+    for lower in ({"host_bytes": 16 << 20, "disk_path": disk}, {"disk_path": disk}, {"disk_path": disk}):
+        hits = 0
+        probe = Probe(config_of(family, tmp_path / "models", "float32", **settings, **lower))
+        for _ in range(2):
+            for text, cold in zip(texts, colds, strict=True):
+                hit = probe.run(text)
+                assert_same_bytes(cold, hit)
+                hits += hit.cached_len > 0
+            probe.forget()
+        probe.engine.close()
+        assert hits > len(texts) // 4, lower
 
 
 def cut_keys(monkeypatch: pytest.MonkeyPatch, key_bytes: int) -> None:

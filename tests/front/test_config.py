@@ -29,7 +29,7 @@ def test_flags_reach_their_fields_with_their_types() -> None:
          "--disk-bytes", str(1 << 30), "--write-bytes-per-s", str(1 << 20), "--dirty-bytes", str(1 << 20)]
     )  # fmt: skip
     engine = EngineConfig(
-        model_path="m", reuse=Reuse.FAST, policy=EvictionPolicy.LRU, host_bytes=0, disk_path="d", disk_bytes=1 << 30,
+        model_path="m", reuse=Reuse.EXACT, policy=EvictionPolicy.LRU, host_bytes=0, disk_path="d", disk_bytes=1 << 30,
         write_bytes_per_s=1 << 20, dirty_bytes=1 << 20,
     )  # fmt: skip
     assert config == FrontConfig(engine=engine, listen="s")
