@@ -16,13 +16,6 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"  # seeded random weights made from config.json alone
 
 
-class Reuse(StrEnum):
-    """What may be shared between requests."""
-
-    EXACT = "exact"  # what a cold run would have computed to the byte: whole grid chunks
-    FAST = "fast"  # conversation turns too, off the grid; an exact daemon never reads what a fast one wrote
-
-
 class EvictionPolicy(StrEnum):
     """Which prefix goes first when a tier is full."""
 
@@ -52,7 +45,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     growth_window: int = 512  # tokens reserved ahead of each sequence at admission
     slice_ms: float = 15.0  # longest stretch of a prefill between two decode steps, checked at the forward's pauses
     pin_fraction: float = 0.0  # of the blocks, the most that pins may bind
-    reuse: Annotated[Reuse, Meta(description="what requests share: exact or fast")] = Reuse.EXACT
     policy: Annotated[EvictionPolicy, Meta(description="what goes first from a full tier: marconi or lru")] = (
         EvictionPolicy.MARCONI
     )
@@ -75,8 +67,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 256 << 20
 
     def __post_init__(self) -> None:
-        if self.reuse is Reuse.FAST:
-            raise ValueError("reuse: fast is not in this version; exact is")
         _within("block_size", self.block_size, 1, 1024)
         if self.grid is not None:
             _within("grid", self.grid, self.block_size, 65536)

@@ -15,7 +15,6 @@ from typing import Any
 from downcore.v1 import cache_pb2 as pb
 
 from daemon import cache_messages as cm
-from daemon.config import Reuse
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import cache_wire, validate
 from daemon.front.caller import namespace_of
@@ -212,7 +211,7 @@ class CacheService:
         """Token ids of a prompt with a prefix that can be kept."""
         ids = await self._prompts.encode_whole(prompt, within)
         info = self._supervisor.require_ready()
-        least = info.grid if self._config.engine.reuse is Reuse.EXACT else info.block_size
+        least = info.grid
         if len(ids) < least * ID_BYTES:
             text = f"has {len(ids) // ID_BYTES} tokens; the shortest prefix that can be kept has {least}"
             raise RequestError(ErrorReason.INVALID_ARGUMENT, text, field=within)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from daemon.config import EngineConfig, EvictionPolicy, LoadFormat, Reuse
+from daemon.config import EngineConfig, EvictionPolicy, LoadFormat
 from daemon.front.config import FrontConfig, default_listen, parse_args
 
 
@@ -25,11 +25,11 @@ def test_flags_reach_their_fields_with_their_types() -> None:
     engine = EngineConfig(model_path="m", load_format=LoadFormat.DUMMY, grid=128, slice_ms=3.5, pool_bytes=4096)
     assert config == FrontConfig(engine=engine, listen="s", max_open_requests=9, tcp="127.0.0.1:0")
     config = parse_args(
-        ["--model", "m", "--listen", "s", "--reuse", "fast", "--policy", "lru", "--host-bytes", "0", "--disk-path", "d",
+        ["--model", "m", "--listen", "s", "--policy", "lru", "--host-bytes", "0", "--disk-path", "d",
          "--disk-bytes", str(1 << 30), "--write-bytes-per-s", str(1 << 20), "--dirty-bytes", str(1 << 20)]
     )  # fmt: skip
     engine = EngineConfig(
-        model_path="m", reuse=Reuse.EXACT, policy=EvictionPolicy.LRU, host_bytes=0, disk_path="d", disk_bytes=1 << 30,
+        model_path="m", policy=EvictionPolicy.LRU, host_bytes=0, disk_path="d", disk_bytes=1 << 30,
         write_bytes_per_s=1 << 20, dirty_bytes=1 << 20,
     )  # fmt: skip
     assert config == FrontConfig(engine=engine, listen="s")
@@ -45,7 +45,6 @@ def test_flags_reach_their_fields_with_their_types() -> None:
         (["--log-level", "loud"], "log_level"),
         (["--load-format", "pickle"], "load_format"),
         (["--threads", "many"], "threads"),
-        (["--reuse", "nearly"], "reuse"),
         (["--policy", "fifo"], "policy"),
         (["--host-bytes", "-1"], "host_bytes"),
         (["--disk-path", ""], "disk_path"),
