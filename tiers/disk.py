@@ -296,6 +296,10 @@ class DiskTier:
             free += self._evict(node)
         return True
 
+    def keep_garbage(self, refs: list[RecordRef]) -> None:
+        """They could not be deleted."""
+        self.garbage += refs
+
     def take_garbage(self) -> list[RecordRef]:
         """The records to delete, handed over."""
         garbage, self.garbage = self.garbage, []

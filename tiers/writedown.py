@@ -98,7 +98,8 @@ class WriteDown:
     @property
     def is_idle(self) -> bool:
         """Nothing is offered, nothing on its way."""
-        return not self._offers and not self._in_flight and not (self.disk is not None and self.disk.garbage)
+        has_garbage = self.disk is not None and self.disk.takes_writes and bool(self.disk.garbage)
+        return not self._offers and not self._in_flight and not has_garbage
 
     def owners(self) -> list[Resources]:
         """For the ledger and the idle proof."""
@@ -129,10 +130,16 @@ class WriteDown:
 
     def clean_up(self) -> None:
         """Has the records deleted that no node has any more."""
-        if self.disk is None or not self.disk.garbage:
+        if self.disk is None or not self.disk.garbage or not self.disk.takes_writes:
             return
-        refs, store = self.disk.take_garbage(), self.disk.store
-        self.mover.submit(Job(Priority.CLEAN_UP, lambda: store.delete(refs), _ignore))
+        disk = self.disk
+        refs = disk.take_garbage()
+
+        def done(error: Exception | None) -> None:
+            if error is not None:  # they cost room until the disk can be written again
+                disk.keep_garbage(refs)
+
+        self.mover.submit(Job(Priority.CLEAN_UP, lambda: disk.store.delete(refs), done))
 
     def is_written(self, node: Node) -> bool:
         """The path to `node`, and its checkpoint if it has one, are in the lowest tier."""
@@ -291,6 +298,3 @@ class WriteDown:
             stats.written_bytes += sum(ref.stored_bytes for ref in batch.refs)
             stats.write_s += batch.took_s
 
-
-def _ignore(error: Exception | None) -> None:
-    """A record that could not be deleted stays the store's own concern, which counts it."""

@@ -301,7 +301,7 @@ def test_a_reader_that_goes_away_ends_the_call_without_noise(daemon: FakeDaemon)
 
 @pytest.mark.parametrize("name", [*COMMANDS, "--help"])
 def test_no_command_imports_torch_or_the_daemon(name: str) -> None:
-    heavy = ("torch", "transformers", "daemon", "tiers", "kernels", "matplotlib")
+    heavy = ("torch", "transformers", "daemon", "kernels", "matplotlib")
     light = ("grpc", "typer", "rich", "gguf", "numpy") if name in ("version", "--help") else ()
     code = (
         "import sys, importlib\n"
