@@ -1,0 +1,75 @@
+"""Attention of a mixed batch in Triton: what kernels/paged_attention.py is on a CPU, with its interface.
+
+Sequences with many rows are chunks and walk their keys; sequences with few rows give decode rows, each by itself in
+splits of a fixed length. The rule is the same as on a CPU, so a batch's rows are cut alike everywhere.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
+from kernels.triton_paged_decode import DecodePlan, DecodeRows, decode_tiles, num_splits, paged_decode, plan_decode
+from kernels.triton_paged_prefill import ChunkRows, PrefillPlan, paged_prefill, plan_prefill, prefill_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """What `paged_attention` does for a batch; made once a step and shared by all layers."""
+
+    num_rows: int
+    decode: DecodePlan | None
+    decode_rows: torch.Tensor | None  # [num_decode_rows] int64, rising; None: they are all rows, in order
+    prefill: PrefillPlan | None
+
+
+def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPlan:
+    """Lays out the work of a batch. Raises AssertionError where a block table does not cover its rows."""
+    device = rows.block_tables.device
+    chunks: list[int] = []
+    narrow: list[tuple[int, int, int]] = []  # (row, sequence, num_keys)
+    for s, (first, last) in enumerate(pairwise(rows.cu_rows)):
+        start = rows.starts[s]
+        assert start + last - first <= rows.block_tables.shape[1] * block_size, "block table does not cover the rows"
+        if last - first > MAX_NARROW_ROWS:
+            chunks.append(s)
+        else:
+            narrow.extend((row, s, start + row - first + 1) for row in range(first, last))
+    num_rows = rows.cu_rows[-1]
+    prefill = None
+    if chunks:
+        chunk_rows = ChunkRows(rows.block_tables, rows.starts, rows.cu_rows)
+        rows_per_tile = prefill_tiles(head_dim).rows
+        prefill = plan_prefill(chunk_rows, tuple(chunks), block_size=block_size, rows_per_tile=rows_per_tile)
+    if not narrow:
+        return TritonPlan(num_rows, None, None, prefill)
+    split = decode_tiles(head_dim).split
+    taken, seqs, num_keys = torch.tensor(narrow).unbind(1)
+    decode = plan_decode(
+        DecodeRows(rows.block_tables, num_keys.to(device, torch.int32), seqs.to(device, torch.int32)),
+        block_size=block_size,
+        split=split,
+        most_items=sum(num_splits(keys, split) for _, _, keys in narrow),
+    )
+    return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill)
+
+
+def paged_attention(
+    q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, plan: TritonPlan, scale: float
+) -> Generator[None, None, torch.Tensor]:
+    """Attends each row to its sequence's keys up to and including its own; yields between its launches.
+
+    Args and result as kernels/paged_attention.py, in bfloat16.
+    """
+    assert q.shape[0] == plan.num_rows, "the plan is of another batch"
+    if plan.prefill is None:
+        assert plan.decode is not None
+        return paged_decode(q, k_plane, v_plane, plan.decode, scale)
+    out = paged_prefill(q, k_plane, v_plane, plan.prefill, scale)
+    if plan.decode is not None:
+        yield
+        assert plan.decode_rows is not None
+        out[plan.decode_rows] = paged_decode(q[plan.decode_rows], k_plane, v_plane, plan.decode, scale)
+    return out

@@ -1,0 +1,292 @@
+"""Attention of single rows over their whole paged history, in splits of a fixed length.
+
+Split s of a row is its keys [s * split, (s + 1) * split). Each is computed by itself into (output, log-sum-exp), and a
+row's splits are merged in position order, so that a row's bytes follow from its query and its keys alone: not from the
+batch, from which blocks hold the keys, nor from how many programs run. Rows of several sequences lie side by side; k
+verification rows of one sequence are k rows whose histories differ by one key, and give the bytes of k decode steps.
+
+Every size that changes from step to step is read on the device, so a captured graph serves any batch that fits.
+"""
+
+# What is compiled by Triton has no types.
+# pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_pages import blocks_of, tile_rows
+from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
+
+FP8 = torch.float8_e4m3fn
+MOST_ROWS = 4096  # of a plan: one program sums their splits
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How a launch is cut. `split` and `keys` decide bytes, the rest only speed."""
+
+    split: int  # keys of a split, a whole number of `keys`
+    keys: int  # that a program takes at once
+    num_warps: int
+    num_stages: int  # tiles in flight
+    most_programs: int = 1 << 16  # of a launch; they take what is beyond in turns
+
+
+def decode_tiles(head_dim: int) -> DecodeTiles:
+    """What was fastest on an H200."""
+    narrow = head_dim <= 128 and head_dim == triton.next_power_of_2(head_dim)
+    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if narrow else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Which keys each row attends to: the first num_keys[r] tokens of sequence row_seqs[r]."""
+
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int32 or int64
+    num_keys: torch.Tensor  # [num_rows] int32; 0: a padding row, whose output is 0
+    row_seqs: torch.Tensor  # [num_rows] int32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The splits of a step's rows; made once a step and read by every layer."""
+
+    rows: DecodeRows
+    first_items: torch.Tensor  # [num_rows + 1] int32: the first item of each row, an item a split; last, how many
+    num_items: torch.Tensor  # [num_rows] int32: of each row; -1: there is no room for them
+    item_rows: torch.Tensor  # [most_items] int32
+    split: int
+
+    @property
+    def most_items(self) -> int:
+        """Splits that there is room for."""
+        return self.item_rows.shape[0]
+
+
+def num_splits(num_keys: int, split: int) -> int:
+    """Splits of a row, for a host that makes room for them."""
+    return -(-num_keys // split)
+
+
+@triton.jit(do_not_specialize=["num_rows", "most_items", "capacity"])
+def _plan_kernel(
+    num_keys_ptr,
+    first_ptr,
+    num_items_ptr,
+    item_rows_ptr,
+    num_rows,
+    most_items,
+    capacity,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    num_keys = tl.load(num_keys_ptr + rows, mask=rows < num_rows, other=0)
+    splits = tl.where(num_keys > capacity, 0, tl.cdiv(num_keys, SPLIT))
+    first = tl.sum(tl.where(rows < row, splits, 0), 0)
+    last = first + tl.sum(tl.where(rows == row, splits, 0), 0)
+    broken = (tl.load(num_keys_ptr + row) > capacity) | (last > most_items)
+    tl.store(first_ptr + row, first)
+    tl.store(num_items_ptr + row, tl.where(broken, -1, last - first))
+    if row == num_rows - 1:
+        tl.store(first_ptr + num_rows, tl.minimum(last, most_items))
+    steps = tl.arange(0, 128)
+    last = tl.minimum(last, most_items)
+    for item in range(first, last, 128):
+        tl.store(item_rows_ptr + item + steps, row, mask=item + steps < last)
+
+
+def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: int) -> DecodePlan:
+    """Lays out the splits of a batch, on the device.
+
+    `most_items` is at least the sum of `num_splits` over the rows: a row whose splits find no room, or that has more
+    keys than its table has blocks for, comes out as NaN.
+    """
+    num_rows = rows.num_keys.shape[0]
+    assert 0 < num_rows <= MOST_ROWS
+    assert rows.num_keys.dtype == rows.row_seqs.dtype == torch.int32
+    assert rows.row_seqs.shape == (num_rows,)
+    assert rows.block_tables.dtype in (torch.int32, torch.int64)
+    assert rows.block_tables.stride(1) == 1
+    assert 0 < most_items < 1 << 18, "the sum of a full batch's items stays an int32"
+    device = rows.num_keys.device
+    first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
+    num_items = torch.empty(num_rows, dtype=torch.int32, device=device)
+    item_rows = torch.empty(most_items, dtype=torch.int32, device=device)
+    _plan_kernel[(num_rows,)](
+        rows.num_keys,
+        first_items,
+        num_items,
+        item_rows,
+        num_rows,
+        most_items,
+        rows.block_tables.shape[1] * block_size,
+        SPLIT=split,
+        ROWS=triton.next_power_of_2(num_rows),
+    )
+    return DecodePlan(rows, first_items, num_items, item_rows, split)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attend_splits_kernel(
+    q_ptr,  # [num_rows, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    k_ptr,  # [num_blocks, PAGE, NUM_KV_HEADS, HEAD_DIM]
+    v_ptr,  # as k
+    tables_ptr,
+    num_keys_ptr,
+    row_seqs_ptr,
+    first_ptr,
+    item_rows_ptr,
+    outs_ptr,  # [most_items, NUM_KV_HEADS * GROUP, HEAD_DIM] float32
+    lses_ptr,  # [most_items, NUM_KV_HEADS * GROUP] float32
+    num_rows,
+    scale,
+    q_row_stride,
+    q_head_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    M: tl.constexpr,  # GROUP, padded to what a dot takes
+    WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
+    IS_FP8: tl.constexpr,
+):
+    group = tl.arange(0, M)
+    channels = tl.arange(0, WIDTH)
+    steps = tl.arange(0, KEYS)
+    inside = channels < HEAD_DIM
+    num_items = tl.load(first_ptr + num_rows)
+    # Heads of one split run side by side: their rows of a token lie side by side too.
+    for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        head = work % NUM_KV_HEADS
+        row = tl.load(item_rows_ptr + item)
+        begin = (item - tl.load(first_ptr + row)) * SPLIT
+        end = tl.minimum(begin + SPLIT, tl.load(num_keys_ptr + row))
+        table_ptr = tables_ptr + tl.load(row_seqs_ptr + row).to(tl.int64) * table_stride
+        heads = head * GROUP + group
+        held = (group < GROUP)[:, None] & inside[None, :]
+        q_at = row.to(tl.int64) * q_row_stride + heads[:, None] * q_head_stride + channels[None, :]
+        q = tl.load(q_ptr + q_at, mask=held, other=0.0)
+        factor = scale
+        if IS_FP8:
+            # float16 holds every fp8 value; it holds the query once that is divided by its largest value.
+            wide = q.to(tl.float32)
+            most = tl.maximum(tl.max(tl.max(tl.abs(wide), 1), 0), 1e-30)
+            q = (wide / most).to(tl.float16)
+            factor = scale * most
+        best = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, WIDTH), tl.float32)
+        blocks = blocks_of(table_ptr, begin, end, PAGE, KEYS)
+        for start in range(begin, end, KEYS):
+            k_rows = tile_rows(k_ptr + head * head_stride, blocks, start, block_stride, token_stride, PAGE, KEYS)
+            v_rows = tile_rows(v_ptr + head * head_stride, blocks, start, block_stride, token_stride, PAGE, KEYS)
+            blocks = blocks_of(table_ptr, start + KEYS, end, PAGE, KEYS)
+            seen = start + steps < end
+            wanted = seen[:, None]
+            if WIDTH != HEAD_DIM:
+                wanted = wanted & inside[None, :]
+            # Rows past the end may hold anything, NaN too, and a share of zero does not take that away: they read 0.
+            k = tl.load(k_rows + channels[None, :], mask=wanted, other=0.0)
+            v = tl.load(v_rows + channels[None, :], mask=wanted, other=0.0)
+            if IS_FP8:
+                k = k.to(tl.float16)
+                v = v.to(tl.float16)
+            scores = tl.where(seen[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+            best, total, acc = fold_tile(scores, v, factor, best, total, acc)
+        out, lse = finish_rows(best, total, acc)
+        place = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(outs_ptr + place[:, None] * HEAD_DIM + channels[None, :], out, mask=held)
+        tl.store(lses_ptr + place, lse, mask=group < GROUP)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    *,
+    v_scale: float = 1.0,
+    tiles: DecodeTiles | None = None,
+) -> torch.Tensor:
+    """Attends each row to its keys.
+
+    Args:
+        q: [num_rows, num_heads, head_dim] bfloat16.
+        k_plane: [num_blocks, block_size, num_kv_heads, head_dim] bfloat16 or float8_e4m3fn, any stride between blocks.
+        v_plane: as k_plane, of the same strides.
+        plan: of this batch, with the split of `tiles`.
+        scale: positive factor of the scores; the keys' own scale, where fp8 has one, inside.
+        v_scale: factor of the values.
+        tiles: how to cut the work; default: what was fastest.
+
+    Returns:
+        [num_rows, num_heads, head_dim] bfloat16.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_plane.shape[1:3]
+    tiles = tiles or decode_tiles(head_dim)
+    assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
+    assert plan.split == tiles.split, "the plan has other splits"
+    assert tiles.split % tiles.keys == 0
+    assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
+    assert scale > 0
+    assert q.dtype == torch.bfloat16
+    assert q.stride(2) == 1
+    assert k_plane.dtype == v_plane.dtype
+    assert k_plane.dtype in (torch.bfloat16, FP8)
+    assert k_plane.shape == v_plane.shape
+    assert k_plane.stride() == v_plane.stride()
+    assert k_plane.shape[3] == head_dim
+    assert k_plane.stride(3) == 1
+    assert num_heads % num_kv_heads == 0, "query heads are a multiple of key heads"
+    outs = torch.empty((plan.most_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    lses = torch.empty((plan.most_items, num_heads), dtype=torch.float32, device=q.device)
+    group = num_heads // num_kv_heads
+    _attend_splits_kernel[(min(plan.most_items * num_kv_heads, tiles.most_programs),)](
+        q,
+        k_plane,
+        v_plane,
+        plan.rows.block_tables,
+        plan.rows.num_keys,
+        plan.rows.row_seqs,
+        plan.first_items,
+        plan.item_rows,
+        outs,
+        lses,
+        num_rows,
+        scale * LOG2E.value,
+        q.stride(0),
+        q.stride(1),
+        k_plane.stride(0),
+        k_plane.stride(1),
+        k_plane.stride(2),
+        plan.rows.block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=block_size,
+        SPLIT=tiles.split,
+        KEYS=tiles.keys,
+        M=max(16, triton.next_power_of_2(group)),
+        WIDTH=max(16, triton.next_power_of_2(head_dim)),
+        IS_FP8=k_plane.dtype == FP8,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale)
+    return out

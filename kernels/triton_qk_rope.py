@@ -1,0 +1,253 @@
+"""Norm and rotation of queries and keys, and the write of keys and values to their pages, in one pass over the rows.
+
+In place of two norms, a rotation, a concatenation and two scattered writes. A row's heads are read once; queries come
+out contiguous, keys and values go to the planes.
+"""
+
+# What is compiled by Triton has no types.
+# pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+
+
+class HeadNorm(IntEnum):
+    """How heads are normed before the rotation; all take the root mean square in float32."""
+
+    NONE = 0
+    CAST_FIRST = 1  # cast, then times the weight
+    WIDE = 2  # times the weight in float32, then cast
+
+
+NONE = tl.constexpr(HeadNorm.NONE.value)
+CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of one layer."""
+
+    kind: HeadNorm
+    q_weight: torch.Tensor | None  # [head_dim]; None where kind is NONE
+    k_weight: torch.Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows' keys and values go, and how the rows turn."""
+
+    row_blocks: torch.Tensor  # [num_rows] int64: the block of each row; -1: the row is not written
+    row_offsets: torch.Tensor  # [num_rows] int64: its place in the block
+    cos: torch.Tensor | None  # [num_rows, rotary_dim], or with one dimension more between; None: no rotation
+    sin: torch.Tensor | None  # the same, the sign of the half-rotation inside
+
+
+@triton.jit
+def _turned(
+    rows,  # pointers [HEADS, 1] to heads
+    held,  # [HEADS, 1]
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The heads [HEADS, WIDTH], normed and turned, float32."""
+    channels = tl.arange(0, WIDTH)
+    held = held & (channels < HEAD_DIM)[None, :]
+    x = tl.load(rows + channels[None, :], mask=held, other=0.0)
+    inverse = tl.zeros((x.shape[0],), tl.float32)
+    if NORM != NONE:
+        wide = x.to(tl.float32)
+        inverse = tl.math.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
+    y = _normed(x, inverse, weight_ptr, channels, HEAD_DIM, NORM)
+    if ROTARY > 0:
+        turning = channels < ROTARY
+        # The other half's channel; loaded again rather than exchanged, from a cache line that is there.
+        partner = tl.where(turning, (channels + ROTARY // 2) % ROTARY, channels)
+        other = tl.load(rows + partner[None, :], mask=held, other=0.0)
+        z = _normed(other, inverse, weight_ptr, partner, HEAD_DIM, NORM)
+        cos = tl.load(cos_ptr + channels, mask=turning, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + channels, mask=turning, other=0.0).to(tl.float32)
+        y = y * cos[None, :] + z * sin[None, :]
+    return y
+
+
+@triton.jit
+def _normed(x, inverse, weight_ptr, channels, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """x times `inverse` and the weight, rounded to x's type, as float32."""
+    y = x.to(tl.float32)
+    if NORM != NONE:
+        weight = tl.load(weight_ptr + channels, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
+        y = y * inverse[:, None]
+        if NORM == CAST_FIRST:
+            y = y.to(x.dtype).to(tl.float32)
+        y = (y * weight[None, :]).to(x.dtype).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _turn_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_blocks_ptr,
+    row_offsets_ptr,
+    q_out_ptr,  # [num_rows, NUM_HEADS, HEAD_DIM]
+    k_plane_ptr,
+    v_plane_ptr,
+    eps,
+    k_factor,
+    v_factor,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    cos_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # NUM_HEADS, padded to a power of two
+    KV_HEADS: tl.constexpr,  # NUM_KV_HEADS, the same
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, WIDTH)
+    cos_ptr += row * cos_stride
+    sin_ptr += row * cos_stride
+    if tl.program_id(1) == 0:
+        heads = tl.arange(0, HEADS)
+        held = (heads < NUM_HEADS)[:, None]
+        rows = q_ptr + row * q_row_stride + (heads * q_head_stride)[:, None]
+        q = _turned(rows, held, q_weight_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM, WIDTH, ROTARY, NORM)
+        out = q_out_ptr + row * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(out, q.to(q_out_ptr.dtype.element_ty), mask=held & (channels < HEAD_DIM)[None, :])
+    else:
+        block = tl.load(row_blocks_ptr + row).to(tl.int64)
+        kv_heads = tl.arange(0, KV_HEADS)
+        kv_held = (kv_heads < NUM_KV_HEADS)[:, None]
+        k_rows = k_ptr + row * k_row_stride + (kv_heads * k_head_stride)[:, None]
+        k = _turned(k_rows, kv_held, k_weight_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM, WIDTH, ROTARY, NORM)
+        v_rows = v_ptr + row * v_row_stride + (kv_heads * v_head_stride)[:, None]
+        written = kv_held & (channels < HEAD_DIM)[None, :] & (block >= 0)
+        v = tl.load(v_rows + channels[None, :], mask=written, other=0.0).to(tl.float32)
+        place = block * block_stride + tl.load(row_offsets_ptr + row) * token_stride
+        at = place + kv_heads[:, None] * head_stride + channels[None, :]
+        tl.store(k_plane_ptr + at, (k * k_factor).to(k_plane_ptr.dtype.element_ty), mask=written)
+        tl.store(v_plane_ptr + at, (v * v_factor).to(v_plane_ptr.dtype.element_ty), mask=written)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of some rows, [num_rows, heads, head_dim] each, bfloat16, rows and heads any distance apart."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def turn_and_write(
+    heads: Heads,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    norms: HeadNorms,
+    places: Places,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """Norms and turns queries and keys, writes keys and values to their pages.
+
+    Args:
+        heads: of the rows.
+        k_plane: [num_blocks, block_size, num_kv_heads, head_dim], bfloat16 or float8_e4m3fn.
+        v_plane: as k_plane, of the same strides.
+        norms: of this layer.
+        places: of the rows.
+        kv_scales: what keys and values are divided by on their way into planes of fp8.
+
+    Returns:
+        The queries, contiguous [num_rows, num_heads, head_dim].
+    """
+    q, k, v = heads.q, heads.k, heads.v
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert k.shape == v.shape == (num_rows, num_kv_heads, head_dim)
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    assert k_plane.shape == v_plane.shape
+    assert k_plane.shape[2:] == (num_kv_heads, head_dim)
+    assert k_plane.stride() == v_plane.stride()
+    assert k_plane.stride(3) == 1
+    assert k_plane.dtype == v_plane.dtype
+    assert places.row_blocks.shape == places.row_offsets.shape == (num_rows,)
+    assert (norms.kind == HeadNorm.NONE) == (norms.q_weight is None) == (norms.k_weight is None)
+    assert (places.cos is None) == (places.sin is None)
+    cos, sin = places.cos, places.sin
+    rotary_dim = 0
+    if cos is not None and sin is not None:
+        rotary_dim = cos.shape[-1]
+        assert cos.shape[0] == sin.shape[0] == num_rows
+        assert rotary_dim % 2 == 0
+        assert 0 < rotary_dim <= head_dim
+        assert cos.stride(0) == sin.stride(0)
+        assert cos.stride(-1) == sin.stride(-1) == 1
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+    _turn_kernel[(num_rows, 2)](
+        q,
+        k,
+        v,
+        norms.q_weight,
+        norms.k_weight,
+        q if cos is None else cos,
+        q if sin is None else sin,
+        places.row_blocks,
+        places.row_offsets,
+        out,
+        k_plane,
+        v_plane,
+        norms.eps,
+        1.0 / kv_scales[0],
+        1.0 / kv_scales[1],
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        0 if cos is None else cos.stride(0),
+        k_plane.stride(0),
+        k_plane.stride(1),
+        k_plane.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEADS=triton.next_power_of_2(num_heads),
+        KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        ROTARY=rotary_dim,
+        NORM=norms.kind.value,
+        num_warps=4,
+    )
+    return out

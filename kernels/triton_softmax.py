@@ -1,0 +1,197 @@
+"""The running softmax that all attention kernels share, and the merge of results over disjoint sets of keys.
+
+A program walks tiles of keys in a fixed order with float32 (best, total, acc): the largest score so far in units of
+log 2, the sum of the shares relative to it, and the values weighed by them. Nothing here depends on how many programs
+run, or which.
+"""
+
+# What is compiled by Triton has no types.
+# pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+MERGE_PARTS = 32  # parts that a merging program takes at once; decides bytes
+MERGE_CHANNELS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """How a launch over latents or selected rows is cut. `split` and `keys` decide bytes, the rest only speed."""
+
+    split: int  # keys of a split, a whole number of `keys`
+    keys: int  # that a program takes at once
+    heads: int  # query heads of a program, where all share one key
+    num_warps: int
+    num_stages: int  # tiles in flight
+
+
+def merge_reference(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
+    """softmax over parts of lses [rows, parts, heads], weighing outs [rows, parts, heads, dim]; float64."""
+    shares = torch.softmax(lses.double(), 1)
+    shares = shares.masked_fill(lses == -torch.inf, 0.0)
+    present = outs.double().masked_fill((lses == -torch.inf).unsqueeze(-1), 0.0)
+    return (present * shares.unsqueeze(-1)).sum(1)
+
+
+@triton.jit
+def fold_tile(scores, values, scale, best, total, acc):
+    """Takes one tile's unscaled scores [rows, keys] and values [keys, dim] in; keys left out have scores of -inf.
+
+    `scale` is positive and includes log2(e). A row that has seen no key keeps total 0.
+    """
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    shares = tl.math.exp2(scores * scale - pivot[:, None])
+    keep = tl.math.exp2(best - pivot)
+    total = total * keep + tl.sum(shares, 1)
+    acc = tl.dot(shares.to(values.dtype), values, acc * keep[:, None])
+    return new_best, total, acc
+
+
+@triton.jit
+def finish_rows(best, total, acc):
+    """The output of each row, and the natural log of its sum of exponentials; 0 and -inf where it saw no key."""
+    seen = total > 0
+    out = acc / tl.where(seen, total, 1.0)[:, None]
+    lse = tl.where(seen, (best + tl.math.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["parts_per_row"])
+def _merge_kernel(
+    outs_ptr,  # [num_parts_of_all, num_heads, dim] float32, contiguous
+    lses_ptr,  # [num_parts_of_all, num_heads] float32
+    first_ptr,  # [num_rows] int32: parts [first[r], first[r] + num_parts[r]) belong to row r; read where RAGGED
+    num_parts_ptr,  # [num_rows] int32; below 0: the row's parts are not there, and it becomes NaN
+    merged_ptr,  # [num_rows, num_heads, dim]
+    merged_lse_ptr,  # [num_rows, num_heads] float32, or anything where not WITH_LSE
+    parts_per_row,  # where not RAGGED
+    num_heads,
+    out_scale,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < DIM
+    if RAGGED:
+        first = tl.load(first_ptr + row)
+        num_parts = tl.load(num_parts_ptr + row)
+    else:
+        first = row * parts_per_row
+        num_parts = parts_per_row
+    last = first + num_parts
+    steps = tl.arange(0, PARTS)
+    best = tl.full((PARTS,), float("-inf"), tl.float32)
+    for part in range(first, last, PARTS):
+        at = (part + steps).to(tl.int64) * num_heads + head
+        best = tl.maximum(best, tl.load(lses_ptr + at, mask=part + steps < last, other=float("-inf")))
+    top = tl.max(best, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros((PARTS,), tl.float32)
+    acc = tl.zeros((PARTS, CHANNELS), tl.float32)
+    for part in range(first, last, PARTS):
+        at = (part + steps).to(tl.int64) * num_heads + head
+        lse = tl.load(lses_ptr + at, mask=part + steps < last, other=float("-inf"))
+        shares = tl.math.exp2((lse - pivot) * LOG2E)
+        # A part that saw no key may be unwritten.
+        present = (lse > float("-inf"))[:, None] & inside[None, :]
+        outs = tl.load(outs_ptr + at[:, None] * DIM + channels[None, :], mask=present, other=0.0)
+        acc += shares[:, None] * outs
+        totals += shares
+    total = tl.sum(totals, 0)
+    seen = total > 0
+    out = tl.sum(acc, 0) / tl.where(seen, total, 1.0) * out_scale
+    out = tl.where(num_parts < 0, float("nan"), out)
+    place = row.to(tl.int64) * num_heads + head
+    tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=inside)
+    if WITH_LSE:  # noqa: SIM102 - decided while compiling
+        if tl.program_id(2) == 0:
+            lse = tl.where(seen, pivot + tl.math.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
+            tl.store(merged_lse_ptr + place, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which parts each row has: [first[r], first[r] + count[r])."""
+
+    first: torch.Tensor  # [num_rows] or longer, int32
+    count: torch.Tensor  # [num_rows] int32; below 0: they are not there, and the row becomes NaN
+
+
+def merge_ragged(
+    outs: torch.Tensor, lses: torch.Tensor, parts: Parts, out: torch.Tensor, *, out_scale: float = 1.0
+) -> None:
+    """Merges each row's parts, in order, into out [num_rows, heads, dim].
+
+    Args:
+        outs: [most_parts, heads, dim] fp32; a part whose lse is -inf may hold anything.
+        lses: [most_parts, heads] fp32 natural log-sum-exp.
+        parts: all of them below most_parts.
+        out: contiguous; a row without parts becomes 0.
+        out_scale: factor of the result.
+    """
+    assert parts.first.dtype == parts.count.dtype == torch.int32
+    assert parts.count.shape == (out.shape[0],)
+    _merge(outs, lses, parts, out, None, out_scale)
+
+
+def merge_partials(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
+    """Merges as many parts for every row: outs [rows, parts, heads, dim], lses [rows, parts, heads], both fp32.
+
+    `out` [rows, heads, dim] is any float type; `out_lse` [rows, heads] fp32, if wanted.
+    """
+    assert outs.shape[:3] == lses.shape
+    assert outs.shape[0] == out.shape[0]
+    _merge(outs.flatten(0, 1), lses.flatten(0, 1), None, out, out_lse, 1.0)
+
+
+def _merge(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    parts: Parts | None,
+    out: torch.Tensor,
+    out_lse: torch.Tensor | None,
+    out_scale: float,
+) -> None:
+    most_parts, num_heads, dim = outs.shape
+    num_rows = out.shape[0]
+    assert outs.dtype == lses.dtype == torch.float32
+    assert lses.shape == (most_parts, num_heads)
+    assert out.shape == (num_rows, num_heads, dim)
+    assert outs.is_contiguous()
+    assert lses.is_contiguous()
+    assert out.is_contiguous()
+    assert out_lse is None or (out_lse.shape == out.shape[:2] and out_lse.is_contiguous())
+    if num_rows == 0:
+        return
+    channels = min(MERGE_CHANNELS, triton.next_power_of_2(dim))
+    _merge_kernel[(num_rows, num_heads, triton.cdiv(dim, channels))](
+        outs,
+        lses,
+        None if parts is None else parts.first,
+        None if parts is None else parts.count,
+        out,
+        out_lse,
+        0 if parts is not None else most_parts // num_rows,
+        num_heads,
+        out_scale,
+        DIM=dim,
+        CHANNELS=channels,
+        PARTS=MERGE_PARTS,
+        RAGGED=parts is not None,
+        WITH_LSE=out_lse is not None,
+        num_warps=4,
+    )

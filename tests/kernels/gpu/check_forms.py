@@ -1,0 +1,88 @@
+"""Triton's forms through the interfaces that layers use, beside torch's forms on the same inputs."""
+
+import torch
+
+from kernels.dispatch import TORCH, AttentionSizes, choose_kernels
+from kernels.key_tiles import Span
+from kernels.paged_attention import PagedRows
+from kernels.triton_forms import TRITON
+from tests.kernels.gpu.paged import DEVICE, make_pages, pool, randn, relative_error, shuffled_tables, write_rows
+
+BLOCK = 16
+
+
+def finish(steps):
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+def test_a_mixed_batch_equals_the_torch_form():
+    lengths, counts = [45, 9, 33, 20], [20, 1, 33, 3]
+    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=1)
+    cu_rows = (0, 20, 21, 54, 57)
+    tables = pages.tables.clamp(max=pages.k_plane.shape[0] - 1).long()
+    rows = PagedRows(tables, tuple(n - c for n, c in zip(lengths, counts, strict=True)), cu_rows)
+    sizes = AttentionSizes(BLOCK, 64, torch.bfloat16, 64)
+    q = randn(57, 4, 64, seed=2)
+    outs = [
+        finish(form.paged_attention(q, pages.k_plane, pages.v_plane, form.plan_attention(rows, sizes), 0.125))
+        for form in (TORCH, TRITON)
+    ]
+    assert relative_error(outs[1], outs[0]) < 8e-3
+    decode = PagedRows(tables, tuple(n - 1 for n in lengths), (0, 1, 2, 3, 4))
+    outs = [
+        finish(form.paged_attention(q[:4], pages.k_plane, pages.v_plane, form.plan_attention(decode, sizes), 0.125))
+        for form in (TORCH, TRITON)
+    ]
+    assert relative_error(outs[1], outs[0]) < 8e-3
+
+
+def test_latent_rows_select_and_attend_as_the_torch_forms_do():
+    length, pool_tokens = 70, 4
+    latents, index_keys = (pool(8, [shape], torch.bfloat16)[0] for shape in ((BLOCK, 48), (BLOCK // pool_tokens, 32)))
+    table = shuffled_tables([length], BLOCK, 8, seed=3)[0].clamp(max=7).long()
+    write_rows(latents, table, randn(length, 48, seed=4))
+    write_rows(index_keys, table, randn(length // pool_tokens, 32, seed=5))
+    for num_rows in (1, 11):
+        span = Span(length - num_rows, table, 64)
+        q = randn(num_rows, 4, 48, seed=6)
+        outs = [form.mla_attention(q, latents, span, latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        assert relative_error(outs[1], outs[0]) < 8e-3
+        index_q, weights = randn(num_rows, 4, 32, seed=7), randn(num_rows, 4, seed=8, dtype=torch.float32)
+        picked = [
+            form.select_keys(index_q, weights, index_keys, span, pool=pool_tokens, count=5) for form in (TORCH, TRITON)
+        ]
+        assert torch.equal(picked[0].picks, picked[1].picks)
+        outs = [form.sparse_mla(q, latents, span, picked[0], latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        assert relative_error(outs[1], outs[0]) < 8e-3
+
+
+def test_selected_heads_equal_the_torch_form():
+    pages = make_pages([50], 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9)
+    index_keys = pool(pages.k_plane.shape[0], [(BLOCK, 32)], torch.bfloat16)[0]
+    table = pages.tables[0].clamp(max=pages.k_plane.shape[0] - 1).long()
+    write_rows(index_keys, table, randn(50, 32, seed=10))
+    span = Span(41, table, 64)
+    index_q, weights = randn(9, 2, 32, seed=11), torch.ones(9, 2, device=DEVICE)
+    selection = TRITON.select_keys(index_q, weights, index_keys, span, pool=1, count=12)
+    q = randn(9, 2, 64, seed=12)
+    outs = [
+        form.sparse_attention(q, pages.k_plane, pages.v_plane, span, selection, scale=0.125) for form in (TORCH, TRITON)
+    ]
+    assert relative_error(outs[1], outs[0]) < 8e-3
+
+
+def test_before_the_first_pool_nothing_is_selected():
+    index_keys = pool(1, [(BLOCK // 4, 32)], torch.bfloat16)[0]
+    span = Span(0, torch.zeros(1, dtype=torch.int64, device=DEVICE), 64)
+    args = (randn(3, 2, 32, seed=13), torch.ones(3, 2, device=DEVICE), index_keys, span)
+    assert (TRITON.select_keys(*args, pool=4, count=5).picks == -1).all()
+
+
+def test_the_form_follows_the_device_and_the_dtype():
+    assert choose_kernels(torch.device("cpu"), torch.bfloat16) is TORCH
+    assert choose_kernels(torch.device("cuda"), torch.float32) is TORCH
+    assert choose_kernels(torch.device("cuda"), torch.bfloat16) is TRITON

@@ -1,0 +1,145 @@
+"""Paged decode attention: against float64, and the bytes that it promises not to change."""
+
+import pytest
+import torch
+
+from kernels.triton_paged_decode import DecodeRows, DecodeTiles, num_splits, paged_decode, plan_decode
+from kernels.triton_softmax import merge_partials, merge_reference
+from tests.kernels.gpu.paged import DEVICE, INTERPRETED, attend_exactly, make_pages, randn, relative_error
+
+BLOCK = 16 if INTERPRETED else 64
+SPLIT = 32 if INTERPRETED else 512
+KEYS = 16 if INTERPRETED else 64
+TILES = DecodeTiles(split=SPLIT, keys=KEYS, num_warps=4, num_stages=2)
+RAGGED = [1, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5, BLOCK, BLOCK + 1]
+
+
+def decode(pages, q, lengths, scale, *, tiles=TILES, room=None, row_seqs=None, v_scale=1.0):
+    num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    seqs = torch.arange(len(lengths), dtype=torch.int32) if row_seqs is None else torch.tensor(row_seqs).int()
+    rows = DecodeRows(pages.tables, num_keys, seqs.to(DEVICE))
+    most = sum(num_splits(length, tiles.split) for length in lengths) + 2 if room is None else room
+    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=tiles.split, most_items=most)
+    return paged_decode(q, pages.k_plane, pages.v_plane, plan, scale, v_scale=v_scale, tiles=tiles)
+
+
+def expected_rows(pages, q, lengths, scale):
+    return torch.stack(
+        [attend_exactly(q[s], pages.keys[s][:n], pages.values[s][:n], scale) for s, n in enumerate(lengths)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 128)] if INTERPRETED else
+    [(4, 2, 64), (9, 3, 80), (32, 8, 128), (6, 1, 128), (16, 2, 192), (16, 2, 256), (40, 1, 96)],
+)  # fmt: skip
+def test_ragged_rows_equal_float64(heads, kv_heads, head_dim):
+    pages = make_pages(RAGGED, kv_heads, head_dim, block_size=BLOCK, dtype=torch.bfloat16, seed=1)
+    q = randn(len(RAGGED), heads, head_dim, seed=2)
+    out = decode(pages, q, RAGGED, head_dim**-0.5)
+    assert relative_error(out, expected_rows(pages, q, RAGGED, head_dim**-0.5)) < 4e-3
+
+
+def test_fp8_planes_equal_float64_of_the_same_values():
+    lengths = [SPLIT + 3, 7]
+    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.float8_e4m3fn, seed=3)
+    q = randn(2, 8, 64, seed=4) * 100  # beyond what float16 would hold times a head's width
+    out = decode(pages, q, lengths, 0.01, v_scale=0.5)
+    assert relative_error(out, 0.5 * expected_rows(pages, q, lengths, 0.01)) < 4e-3
+
+
+def test_a_tile_may_span_blocks():
+    lengths = [SPLIT + 9, 2 * SPLIT]
+    pages = make_pages(lengths, 1, 64, block_size=KEYS // 2, dtype=torch.bfloat16, seed=5)
+    q = randn(2, 4, 64, seed=6)
+    assert relative_error(decode(pages, q, lengths, 0.1), expected_rows(pages, q, lengths, 0.1)) < 4e-3
+
+
+def test_a_strided_query_is_read_where_it_lies():
+    lengths = [SPLIT + 2, 5]
+    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=7)
+    wide = randn(2, 8, 2, 64, seed=8)
+    out = decode(pages, wide[:, :, 1], lengths, 0.1)
+    assert torch.equal(out, decode(pages, wide[:, :, 1].contiguous(), lengths, 0.1))
+
+
+def test_batch_block_ids_and_programs_change_no_byte():
+    lengths = [2 * SPLIT + 3, SPLIT, 9]
+    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9)
+    q = randn(3, 4, 64, seed=10)
+    together = decode(pages, q, lengths, 0.1)
+    few = DecodeTiles(SPLIT, KEYS, num_warps=4, num_stages=2, most_programs=3)
+    assert torch.equal(together, decode(pages, q, lengths, 0.1, tiles=few, room=40))
+    for s, length in enumerate(lengths):
+        assert torch.equal(together[s], decode(pages, q[s : s + 1], [length], 0.1, row_seqs=[s])[0])
+    moved = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9, spare=11)
+    assert not torch.equal(moved.tables, pages.tables)
+    assert torch.equal(together, decode(moved, q, lengths, 0.1))
+
+
+def test_verification_rows_give_the_bytes_of_decode_steps():
+    length = SPLIT + 2
+    pages = make_pages([length], 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=11)
+    q = randn(3, 4, 64, seed=12)
+    lengths = [length - 2, length - 1, length]
+    together = decode(pages, q, lengths, 0.1, row_seqs=[0, 0, 0])
+    for r, n in enumerate(lengths):
+        assert torch.equal(together[r], decode(pages, q[r : r + 1], [n], 0.1, row_seqs=[0])[0])
+
+
+def test_a_padding_row_is_zero_and_reads_nothing():
+    pages = make_pages([9], 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=13)
+    q = randn(2, 2, 64, seed=14)
+    out = decode(pages, q, [9, 0], 0.1, row_seqs=[0, 1 << 20])
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert out[0].isfinite().all()
+
+
+def test_a_row_without_room_is_nan_and_harms_no_row_before_it():
+    lengths = [SPLIT, 2 * SPLIT]
+    pages = make_pages(lengths, 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=15)
+    q = randn(2, 2, 64, seed=16)
+    enough = decode(pages, q, lengths, 0.1, room=3)
+    short = decode(pages, q, lengths, 0.1, room=2)
+    assert torch.equal(short[0], enough[0])
+    assert short[1].isnan().all()
+    assert enough.isfinite().all()
+
+
+def test_more_keys_than_the_table_has_blocks_for_is_nan():
+    pages = make_pages([SPLIT], 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=17)
+    capacity = pages.tables.shape[1] * BLOCK
+    q = randn(1, 2, 64, seed=18)
+    assert decode(pages, q, [capacity + 1], 0.1).isnan().all()
+
+
+def test_merged_partials_equal_float64_and_skip_what_was_not_written():
+    outs, lses = randn(3, 41, 2, 80, seed=19, dtype=torch.float32), 4 * randn(3, 41, 2, seed=20, dtype=torch.float32)
+    lses[0, 5] = lses[1, 40] = -torch.inf
+    outs[0, 5] = outs[1, 40] = torch.nan
+    lses[2] = -torch.inf
+    out = torch.full((3, 2, 80), torch.nan, device=DEVICE)
+    lse = torch.full((3, 2), torch.nan, device=DEVICE)
+    merge_partials(outs, lses, out, lse)
+    assert relative_error(out[:2], merge_reference(outs, lses)[:2]) < 1e-6
+    torch.testing.assert_close(lse, torch.logsumexp(lses, 1))
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs more than 4 GiB of device memory")
+def test_offsets_pass_the_range_of_int32():
+    block_bytes = 1 << 22
+    num_blocks = (1 << 33) // block_bytes // 2 + 40
+    images = torch.full((num_blocks, block_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    size = 64 * 2 * 128 * 2
+    k_plane, v_plane = (images[:, i * size : (i + 1) * size].view(torch.bfloat16).view(-1, 64, 2, 128) for i in (0, 1))
+    last = num_blocks - 1
+    assert last * k_plane.stride(0) > 1 << 31
+    keys, values = randn(64, 2, 128, seed=21), randn(64, 2, 128, seed=22)
+    k_plane[last], v_plane[last] = keys, values
+    rows = DecodeRows(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[last]], [64], [0])))
+    q = randn(1, 8, 128, seed=23)
+    out = paged_decode(
+        q, k_plane, v_plane, plan_decode(rows, block_size=64, split=SPLIT, most_items=1), 0.1, tiles=TILES
+    )
+    assert relative_error(out[0], attend_exactly(q[0], keys, values, 0.1)) < 4e-3

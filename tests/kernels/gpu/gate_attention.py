@@ -1,0 +1,107 @@
+"""Attention kernels compiled for sm_90 at the shapes that models have."""
+
+import pytest
+import torch
+
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
+from kernels.triton_mla import mla_decode, sparse_mla_decode
+from kernels.triton_paged_decode import FP8, DecodeRows, paged_decode, plan_decode
+from kernels.triton_paged_prefill import ChunkRows, paged_prefill, plan_prefill, prefill_tiles
+from kernels.triton_selected import SelectedRows
+from kernels.triton_softmax import merge_partials
+from kernels.triton_sparse_decode import sparse_decode
+from tests.kernels.gpu.compiler import machine_code
+
+BF16 = torch.bfloat16
+
+
+def plane(*shape, dtype=BF16, block_bytes=1 << 21):
+    """[2, *shape], strided as one part of a block image of all layers."""
+    images = torch.empty((2, block_bytes), dtype=torch.uint8)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return images[:, 512 : 512 + size].view(dtype).view(2, *shape)
+
+
+def ids(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype)
+
+
+def decode_plan(split):
+    return plan_decode(DecodeRows(ids(2, 2048), ids(2), ids(2)), block_size=64, split=split, most_items=300)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [(32, 8, 128, BF16), (16, 2, 256, BF16), (9, 3, 64, BF16), (32, 8, 80, BF16), (32, 8, 128, FP8), (16, 2, 256, FP8)],
+)
+def test_paged_decode(heads, kv_heads, head_dim, dtype):
+    k, v = (plane(64, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    with machine_code() as code:
+        paged_decode(ids(2, heads, head_dim, dtype=BF16), k, v, decode_plan(1024), head_dim**-0.5)
+    kernel = code.of("_attend_splits_kernel")
+    assert kernel.instructions["HMMA"]
+    assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (9, 3, 64), (32, 8, 80)])
+def test_paged_prefill(heads, kv_heads, head_dim):
+    k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
+    tiles = prefill_tiles(head_dim)
+    plan = plan_prefill(ChunkRows(ids(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=tiles.rows)
+    with machine_code() as code:
+        paged_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, head_dim**-0.5)
+    kernel = code.of("_attend_chunk_kernel")
+    assert kernel.instructions["HGMMA"]
+    assert not kernel.instructions["HMMA"]
+    assert bool(kernel.instructions["UTMALDG"]) == (head_dim != 80), "whole blocks come by the copy engine"
+
+
+@pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
+def test_prefill_by_groups_of_warps():
+    k, v = (plane(64, 8, 128) for _ in range(2))
+    plan = plan_prefill(ChunkRows(ids(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
+    with machine_code() as code:
+        grouped_prefill(ids(1000, 32, 128, dtype=BF16), k, v, plan, 0.1)
+    kernel = code.of("_attend_chunk_kernel")
+    assert kernel.instructions["HGMMA"]
+    assert kernel.instructions["UTMALDG"]
+    assert kernel.instructions["USETMAXREG"], "the copying group gives its registers to the others"
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent_dim", "rope_dim", "matrix"),
+    [
+        (16, 512, 64, "HMMA"),
+        (32, 512, 64, "HMMA"),
+        (64, 512, 64, "HGMMA"),
+        (128, 512, 64, "HGMMA"),
+        (32, 512, 0, "HMMA"),
+    ],
+)
+def test_latent_attention(heads, latent_dim, rope_dim, matrix):
+    latents = plane(64, latent_dim + rope_dim)
+    q = ids(2, heads, latent_dim + rope_dim, dtype=BF16)
+    selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), ids(2, 2048))
+    with machine_code() as code:
+        mla_decode(q, latents, decode_plan(1024), latent_dim=latent_dim, scale=0.1)
+        sparse_mla_decode(q, latents, selected, latent_dim=latent_dim, scale=0.1)
+    for name in ("_latent_splits_kernel", "_latent_selected_kernel"):
+        assert code.of(name).instructions[matrix]
+        assert code.of(name).instructions["LDGSTS"]
+
+
+def test_selected_pools_of_grouped_heads():
+    k, v = (plane(64, 2, 256) for _ in range(2))
+    selected = SelectedRows(ids(2, 128), 16, ids(2), ids(2), ids(2, 2048))
+    with machine_code() as code:
+        sparse_decode(ids(2, 16, 256, dtype=BF16), k, v, selected, 0.1)
+    assert code.of("_attend_selected_kernel").instructions["HMMA"]
+    assert code.of("_attend_selected_kernel").instructions["LDGSTS"]
+
+
+def test_merge():
+    with machine_code() as code:
+        merge_partials(
+            torch.empty(2, 33, 32, 128), torch.empty(2, 33, 32), ids(2, 32, 128, dtype=BF16), torch.empty(2, 32)
+        )
+    assert code.of("_merge_kernel").instructions["LDG"]
