@@ -12,7 +12,9 @@ from typing import Protocol
 from tiers.device import DeviceTier
 from tiers.eviction import EvictionOrder
 from tiers.health import StoreHealth
+from tiers.index import Pin, Quota
 from tiers.keys import Provenance, block_key, root_key
+from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 from tiers.tree import Node
 from tiers.worth import DISK
@@ -67,6 +69,30 @@ class RecordStore(Protocol):
 
     def delete(self, refs: Sequence[RecordRef]) -> None:
         """Forgets records durably; their room comes back once nobody reads them."""
+        ...
+
+    def pins(self) -> list[Pin]:
+        """Every pin that was set."""
+        ...
+
+    def set_pin(self, pin: Pin) -> None:
+        """Adds a pin, or changes when it ends. Durable on return."""
+        ...
+
+    def remove_pin(self, namespace: str, key: bytes) -> bool:
+        """Whether there was one."""
+        ...
+
+    def quotas(self) -> list[Quota]:
+        """Those of namespaces."""
+        ...
+
+    def set_quota(self, quota: Quota) -> None:
+        """Adds or changes a namespace's quota. Durable on return."""
+        ...
+
+    def remove_quota(self, namespace: str) -> bool:
+        """Whether there was one."""
         ...
 
     def close(self) -> None:
@@ -152,6 +178,18 @@ class DiskTier:
         ref = next(reversed(self._records))
         node, is_state = self._records[ref]
         return Place(node, self.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK), ref)
+
+    def remember(self, mover: Mover, change: Callable[[RecordStore], object]) -> None:
+        """Has a pin or a quota kept with the records; a disk that cannot is said in the log."""
+
+        def work() -> None:
+            change(self.store)
+
+        def done(error: Exception | None) -> None:
+            if error is not None:
+                log.warning("a pin or a quota will be forgotten at the next restart: %s", error)
+
+        mover.submit(Job(Priority.CLEAN_UP, work, done))
 
     def places(self) -> list["Place"]:
         """Every record that a node has, as it is now."""

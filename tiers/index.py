@@ -38,7 +38,7 @@ CREATE TABLE doomed (
   PRIMARY KEY (segment, offset)) WITHOUT ROWID;
 CREATE TABLE pin (
   namespace TEXT NOT NULL, key BLOB NOT NULL, expires_at INTEGER, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
-CREATE TABLE quota (namespace TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE quota (namespace TEXT PRIMARY KEY, cached_bytes INTEGER, pinned_bytes INTEGER) WITHOUT ROWID;
 """
 _HEAD = "kind, provenance, namespace, parent, key, depth, tokens"
 _REF = "segment, offset, stored_bytes, generation"
@@ -55,6 +55,15 @@ class Pin:
     namespace: str
     key: bytes
     expires_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The most that a namespace's prefixes may take over all tiers, and its pinned ones. None: no limit."""
+
+    namespace: str
+    cached_bytes: int | None
+    pinned_bytes: int | None
 
 
 class Index:
@@ -244,13 +253,15 @@ class Index:
         """Whether there was one."""
         return self._db.execute("DELETE FROM pin WHERE namespace = ? AND key = ?", (namespace, key)).rowcount > 0
 
-    def quotas(self) -> dict[str, int]:
-        """Bytes by namespace."""
-        return dict(self._db.execute("SELECT namespace, num_bytes FROM quota ORDER BY 1"))
+    def quotas(self) -> list[Quota]:
+        """All of them, by namespace."""
+        rows = self._db.execute("SELECT namespace, cached_bytes, pinned_bytes FROM quota ORDER BY 1")
+        return [Quota(*row) for row in rows]
 
-    def set_quota(self, namespace: str, num_bytes: int) -> None:
+    def set_quota(self, quota: Quota) -> None:
         """Adds or changes one."""
-        self._db.execute("INSERT OR REPLACE INTO quota VALUES (?, ?)", (namespace, num_bytes))
+        values = (quota.namespace, quota.cached_bytes, quota.pinned_bytes)
+        self._db.execute("INSERT OR REPLACE INTO quota VALUES (?, ?, ?)", values)
 
     def remove_quota(self, namespace: str) -> bool:
         """Whether there was one."""

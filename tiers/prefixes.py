@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiers.cache import TieredCache
+from tiers.index import Pin
 from tiers.tree import Node
 
 
@@ -50,6 +51,11 @@ class Prefixes:
         self.tree = cache.device.tree
         self.pins: dict[Node, float | None] = {}  # until when, seconds since the epoch
         self.times_to_live: dict[Node, float] = {}
+        if cache.disk is not None:
+            for pin in cache.disk.store.pins():
+                node = self.by_key(pin.namespace, pin.key)
+                if node is not None:
+                    self._pin(node, pin.expires_at)
 
     def is_prefix(self, node: Node) -> bool:
         """A prompt can resume after it, and it is worth a line of its own."""
@@ -98,16 +104,21 @@ class Prefixes:
 
     def pin(self, node: Node, until_s: float | None) -> None:
         """Keeps the whole path in the lower tiers; a second pin replaces the first one's time."""
-        if node not in self.pins:
-            for above in node.path():
-                self.tree.pin(above)
-                self.cache.settle(above)
-        self.pins[node] = until_s
+        self._pin(node, until_s)
         self.times_to_live.pop(node, None)
+        if self.cache.disk is not None:
+            pin = Pin(node.namespace, node.key, None if until_s is None else int(until_s))
+            self.cache.disk.remember(self.cache.mover, lambda store: store.set_pin(pin))
 
     def unpin(self, node: Node) -> None:
         """Takes the pin back, if there is one."""
-        if self.pins.pop(node, 0.0) != 0.0 and node.parent is not None:
+        if node not in self.pins:
+            return
+        del self.pins[node]
+        if self.cache.disk is not None:
+            namespace, key = node.namespace, node.key
+            self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))
+        if node.parent is not None:
             for above in node.path():
                 self.tree.unpin(above)
                 self.cache.settle(above)
@@ -167,6 +178,13 @@ class Prefixes:
             if not progress:
                 return False
         return True
+
+    def _pin(self, node: Node, until_s: float | None) -> None:
+        if node not in self.pins:
+            for above in node.path():
+                self.tree.pin(above)
+                self.cache.settle(above)
+        self.pins[node] = until_s
 
     def _can_resume(self, node: Node) -> bool:
         layout = self.cache.device.layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiers.files import SECTOR_BYTES, OsFiles, Step
-from tiers.index import Index, IndexDamaged, Pin, file_names
+from tiers.index import Index, IndexDamaged, Pin, Quota, file_names
 from tiers.records import Flaw, Header, RecordFlaw, RecordRef
 from tiers.scan import Scanner
 from tiers.segments import Segments
@@ -59,8 +59,8 @@ def open_index(directory: Path, files: OsFiles) -> tuple[Index, str]:
         with index.transaction(Step.SETTING_COMMITTING):
             for pin in pins:
                 index.set_pin(pin)
-            for namespace, num_bytes in quotas:
-                index.set_quota(namespace, num_bytes)
+            for quota in quotas:
+                index.set_quota(quota)
         return index, str(damage)
 
 
@@ -167,16 +167,17 @@ def _is_whole(header: Header, scanner: Scanner) -> bool:
     return True
 
 
-def _salvage(path: Path) -> tuple[list[Pin], list[tuple[str, int]]]:
+def _salvage(path: Path) -> tuple[list[Pin], list[Quota]]:
     """Pins and quotas of a damaged index, as far as they can be read: nothing else has them."""
     pins: list[Pin] = []
-    quotas: list[tuple[str, int]] = []
+    quotas: list[Quota] = []
     with _readable(path) as db:
         if db is not None:
             with contextlib.suppress(sqlite3.Error):
                 pins += [Pin(*row) for row in db.execute("SELECT namespace, key, expires_at FROM pin")]
             with contextlib.suppress(sqlite3.Error):
-                quotas += db.execute("SELECT namespace, num_bytes FROM quota").fetchall()
+                rows = db.execute("SELECT namespace, cached_bytes, pinned_bytes FROM quota").fetchall()
+                quotas += [Quota(*row) for row in rows]
     return pins, quotas
 
 

@@ -17,7 +17,7 @@ from tiers.crew import Crew
 from tiers.errors import StoreLocked, StoreUnusable
 from tiers.files import LOCK, OsFiles, Step
 from tiers.health import Gate, StoreHealth, StoreState
-from tiers.index import Index, IndexDamaged, Pin, file_names
+from tiers.index import Index, IndexDamaged, Pin, Quota, file_names
 from tiers.keeper import DELETE_BATCH, Keeper
 from tiers.reading import RUN_BYTES, Reader, Request
 from tiers.records import Flaw, Identity, RecordFlaw, RecordHead, RecordKind, RecordRef, StoredRecord
@@ -261,13 +261,13 @@ class DiskStore:
         """Whether there was one."""
         return self._changes.set(lambda index: index.remove_pin(namespace, key))
 
-    def quotas(self) -> dict[str, int]:
+    def quotas(self) -> list[Quota]:
         """Bytes by namespace."""
         return self._changes.ask(self._keeper.index.quotas)
 
-    def set_quota(self, namespace: str, num_bytes: int) -> None:
+    def set_quota(self, quota: Quota) -> None:
         """Adds or changes a namespace's quota."""
-        self._changes.set(lambda index: index.set_quota(namespace, num_bytes))
+        self._changes.set(lambda index: index.set_quota(quota))
 
     def remove_quota(self, namespace: str) -> bool:
         """Whether there was one."""

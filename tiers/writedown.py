@@ -297,4 +297,3 @@ class WriteDown:
             stats.writes += len(batch.refs)
             stats.written_bytes += sum(ref.stored_bytes for ref in batch.refs)
             stats.write_s += batch.took_s
-

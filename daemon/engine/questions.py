@@ -40,6 +40,8 @@ from daemon.cache_messages import (
 from daemon.engine.rate import PrefillRate
 from daemon.engine.scrub import Scrubs
 from daemon.errors import ErrorReason
+from tiers.disk import RecordStore
+from tiers.index import Quota
 from tiers.prefixes import Bytes, PinnedError, Prefixes
 from tiers.tree import Node
 
@@ -48,14 +50,6 @@ Question = (
     | Flush | Verify | Cancel | SetQuota | RemoveQuota | ListQuotas
 )  # fmt: skip
 FLUSH_TIMEOUT_S = 300.0
-
-
-@dataclass(slots=True)
-class Quota:
-    """A namespace's limits, over all tiers. None: no limit."""
-
-    cached_bytes: int | None
-    pinned_bytes: int | None
 
 
 @dataclass(slots=True)
@@ -76,7 +70,8 @@ class Questions:
         self.cache = prefixes.cache
         self.rate = rate
         self.send = send
-        self.quotas: dict[str, Quota] = {}
+        disk = self.cache.disk
+        self.quotas = {quota.namespace: quota for quota in disk.store.quotas()} if disk is not None else {}
         self.flushes: list[OpenFlush] = []
         self.scrubs = Scrubs(self.cache, send)
 
@@ -127,16 +122,23 @@ class Questions:
                 self.flushes = [flush for flush in self.flushes if flush.query_id != question.query_id]
                 return None
             case SetQuota():
-                self.quotas[question.namespace] = Quota(question.cached_bytes, question.pinned_bytes)
+                quota = Quota(question.namespace, question.cached_bytes, question.pinned_bytes)
+                self.quotas[question.namespace] = quota
+                self._remember(lambda store: store.set_quota(quota))
                 self.poll(unix_s)
                 return QuotaList(question.query_id, (self._quota_row(question.namespace),))
             case RemoveQuota():
                 if self.quotas.pop(question.namespace, None) is None:
                     raise _RefusedError(ErrorReason.NOT_FOUND, "this namespace has no quota")
+                self._remember(lambda store: store.remove_quota(question.namespace))
                 return QuotaList(question.query_id, ())
             case ListQuotas():
                 names = sorted(set(self.quotas) | set(self.prefixes.tree.charged))
                 return QuotaList(question.query_id, tuple(self._quota_row(name) for name in names))
+
+    def _remember(self, change: Callable[[RecordStore], object]) -> None:
+        if self.cache.disk is not None:
+            self.cache.disk.remember(self.cache.mover, change)
 
     def _look_up(self, question: Lookup) -> LookupAnswer:
         device = self.cache.device
@@ -284,14 +286,14 @@ class Questions:
         self.scrubs.start(question.query_id, disk)
 
     def _quota_row(self, namespace: str) -> QuotaRow:
-        quota = self.quotas.get(namespace, Quota(None, None))
+        quota = self.quotas.get(namespace, Quota(namespace, None, None))
         return QuotaRow(
             namespace,
             quota.cached_bytes,
             quota.pinned_bytes,
             self.prefixes.tree.charged[namespace],
             self.prefixes.pinned_bytes(namespace),
-            durable=False,
+            durable=self.cache.disk is not None,
         )
 
 

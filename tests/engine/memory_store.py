@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from tiers.health import StoreHealth, StoreState
+from tiers.index import Pin, Quota
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 
 
@@ -14,6 +15,8 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.records: dict[int, tuple[RecordHead, RecordRef, bytes]] = {}
+        self.pinned: dict[tuple[str, bytes], Pin] = {}
+        self.limits: dict[str, Quota] = {}
         self.takes_writes = True
         self.fails: Callable[[str, RecordHead], Exception | None] = lambda what, head: None
         self.num_reads = 0
@@ -55,6 +58,24 @@ class MemoryStore:
     def delete(self, refs: Sequence[RecordRef]) -> None:
         for ref in refs:
             del self.records[ref.generation]
+
+    def pins(self) -> list[Pin]:
+        return list(self.pinned.values())
+
+    def set_pin(self, pin: Pin) -> None:
+        self.pinned[(pin.namespace, pin.key)] = pin
+
+    def remove_pin(self, namespace: str, key: bytes) -> bool:
+        return self.pinned.pop((namespace, key), None) is not None
+
+    def quotas(self) -> list[Quota]:
+        return list(self.limits.values())
+
+    def set_quota(self, quota: Quota) -> None:
+        self.limits[quota.namespace] = quota
+
+    def remove_quota(self, namespace: str) -> bool:
+        return self.limits.pop(namespace, None) is not None
 
     def close(self) -> None:
         self.takes_writes = False

@@ -4,10 +4,23 @@ Every step checks the books of all tiers, fills what is free with NaN and compar
 """
 
 import random
+from array import array
 
 import pytest
 import torch
 
+from daemon.cache_messages import (
+    Evicted,
+    EvictPrefix,
+    PinPrefix,
+    Selector,
+    SetQuota,
+    TierName,
+    UnpinPrefix,
+    Warm,
+    WarmDone,
+)
+from daemon.errors import ErrorReason
 from daemon.messages import Abort
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
@@ -278,3 +291,70 @@ def image_of(harness: Harness, sequence) -> tuple[int, bytes, bytes]:
         for plane in harness.device.layout.planes
     ]
     return length, b"".join(planes), pools.slots[sequence.slot].numpy().tobytes()
+
+
+def test_pins_and_quotas_survive_a_restart_and_pinned_records_outlive_everything_else() -> None:
+    store = MemoryStore()
+    harness = Harness(store=store)
+    block_bytes = harness.device.layout.block_bytes
+    prompt = prompt_of(2 * GRID + 1, 1)
+    serve(harness, "kept", prompt)
+    chosen = Selector(prompt_ids=array("i", prompt).tobytes())
+    harness.engine.handle(PinPrefix(1, "", chosen))
+    harness.engine.handle(SetQuota(2, "", 1 << 30, 1 << 20))
+    harness.run()
+    harness = Harness(store=store)
+    (pinned,) = harness.engine.prefixes.pins
+    assert pinned.depth * BLOCK == 2 * GRID
+    assert harness.engine.questions.quotas[""].pinned_bytes == 1 << 20
+    store.quota_bytes = 14 * block_bytes + 5 * (HEADER_BYTES + 64)
+    for seed in range(2, 8):
+        serve(harness, f"other{seed}", prompt_of(2 * GRID + 1, seed))
+    forget_device(harness)
+    serve(harness, "again", prompt)
+    assert cached(harness, "again") == (0, 0, 2 * GRID)
+    harness.engine.handle(EvictPrefix(3, "", chosen))
+    assert harness.other[-1].reason is ErrorReason.PREFIX_PINNED  # type: ignore[union-attr]
+    harness.engine.handle(UnpinPrefix(4, "", chosen))
+    harness.engine.handle(EvictPrefix(5, "", chosen))
+    assert isinstance(harness.other[-1], Evicted)
+    harness.run()
+    serve(harness, "gone", prompt)
+    assert cached(harness, "gone") == (0, 0, 0)
+    assert not store.pinned
+    harness.assert_idle_books()
+
+
+def test_a_warm_prefix_is_where_it_was_asked_for_and_says_so() -> None:
+    harness = Harness(num_chunks=64, store=MemoryStore())
+    prompt = prompt_of(3 * GRID + 2, 5)
+    ids = array("i", prompt).tobytes()
+    harness.engine.handle(Warm("w", ids, "", TierName.DISK, pin=True, durable=True, ttl_s=60.0))
+    while harness.engine.has_work:
+        harness.step()
+    done = next(message for message in harness.other if isinstance(message, WarmDone))
+    assert (done.tokens, done.cached_tokens, done.durable, done.pinned) == (3 * GRID, 0, True, True)
+    assert done.bytes.disk
+    assert done.bytes.host
+    harness.assert_idle_books()
+    forget_device(harness)
+    serve(harness, "hit", prompt)
+    assert sum(cached(harness, "hit")) == 3 * GRID
+    harness.now += 61.0
+    harness.engine.keep_time()
+    assert not harness.engine.prefixes.pins, "the pin has lapsed"
+
+
+def test_a_quota_that_is_exceeded_evicts_the_namespace_alone() -> None:
+    harness = Harness(store=MemoryStore(), num_blocks=128)
+    for seed in range(4):
+        harness.submit(f"a{seed}", prompt_of(2 * GRID + 1, seed), 1, namespace="a")
+        harness.submit(f"b{seed}", prompt_of(2 * GRID + 1, seed), 1, namespace="b")
+    harness.run()
+    before = harness.device.tree.charged["b"]
+    limit = harness.device.tree.charged["a"] // 2
+    harness.engine.handle(SetQuota(1, "a", limit, None))
+    harness.run()
+    assert 0 < harness.device.tree.charged["a"] <= limit
+    assert harness.device.tree.charged["b"] == before
+    harness.assert_idle_books()

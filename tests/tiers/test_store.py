@@ -28,7 +28,7 @@ from tiers.codec import Coding
 from tiers.errors import StoreFull, StoreLocked, StoreUnusable
 from tiers.files import Abilities, Step
 from tiers.health import StoreState
-from tiers.index import Pin
+from tiers.index import Pin, Quota
 from tiers.keys import Provenance
 from tiers.layout import Plane, StateLayout
 from tiers.reading import plan_runs
@@ -288,15 +288,15 @@ def test_uses_pins_and_quotas_are_kept(tmp_path: Path) -> None:
     store.set_pin(Pin("tests", b"k" * 32, None))
     store.set_pin(Pin("tests", b"l" * 32, 100))
     store.set_pin(Pin("tests", b"l" * 32, 200))
-    store.set_quota("tests", 5)
-    store.set_quota("others", 6)
+    store.set_quota(Quota("tests", 5, None))
+    store.set_quota(Quota("others", None, 6))
     assert store.remove_quota("others")
     assert not store.remove_quota("others")
     store.close()
     store = open_store(tmp_path)
     assert {entry.ref: entry.last_use for entry in store.entries()} == dict(zip(refs, (60, 50, 1, 1, 1), strict=True))
     assert store.pins() == [Pin("tests", b"k" * 32, None), Pin("tests", b"l" * 32, 200)]
-    assert store.quotas() == {"tests": 5}
+    assert store.quotas() == [Quota("tests", 5, None)]
     assert store.remove_pin("tests", b"k" * 32)
     assert not store.remove_pin("tests", b"k" * 32)
     assert len(store.pins()) == 1
