@@ -24,6 +24,8 @@ from daemon.models.base import Model
 from daemon.sizing import Division
 from tests.engine.invented import EOS, Invented
 from tests.engine.memory_store import MemoryStore
+from tiers.disk import DiskTier
+from tiers.host import HostTier
 from tiers.mover import Job
 from tiers.pools import DevicePools
 
@@ -171,6 +173,18 @@ class Harness:
                 return count
             self.step()
         raise AssertionError(f"no end after {limit} steps: no progress")
+
+    @property
+    def host(self) -> HostTier:
+        """The host tier, of a harness that has one."""
+        assert self.engine.cache.host is not None
+        return self.engine.cache.host
+
+    @property
+    def disk(self) -> DiskTier:
+        """The disk tier, of a harness that has one."""
+        assert self.engine.cache.disk is not None
+        return self.engine.cache.disk
 
     def assert_idle_books(self) -> None:
         """Nothing is held, and free + cached + reserved = pool for blocks and slots."""

@@ -5,7 +5,7 @@ import pytest
 from daemon.batch import Batch
 from daemon.errors import ErrorReason
 from daemon.layers.steps import HostStageError
-from daemon.messages import Abort, Query, QueryKind, StopReason, StopSequence
+from daemon.messages import Abort, Answer, Query, QueryKind, StopReason, StopSequence
 from daemon.models.base import Steps
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import VOCAB, Invented, Oracle
@@ -245,7 +245,8 @@ def test_tables_agree_with_the_pools() -> None:
     for query_id, kind in enumerate(QueryKind):
         harness.engine.handle(Query(query_id, kind))
     tiers, sequences, ledger = (message for message in harness.other)
-    (tier,) = tiers.tiers  # type: ignore[union-attr]
+    assert isinstance(tiers, Answer)
+    (tier,) = tiers.tiers
     assert tier.held_bytes + tier.cached_bytes + tier.free_bytes == tier.capacity_bytes == harness.pools.num_bytes
     rows = {(row.request_id, row.index): row for row in sequences.sequences}  # type: ignore[union-attr]
     assert rows[("r", 2)].shared_blocks == 3 * GRID // BLOCK

@@ -20,7 +20,9 @@ from daemon.messages import Abort
 from tests.campaigns.budget import seeds
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import VOCAB, Oracle
+from tests.engine.memory_store import MemoryStore
 from tests.engine.test_storms import state_of
+from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tests.sim.files import SimFiles, fail_with
 from tests.tiers.stores import du
 from tiers.mover import ThreadMover
@@ -168,3 +170,25 @@ def test_a_storm_over_a_slow_disk_returns_every_count(
         assert answer == expected[: len(answer)], name
     storm.harness.engine.close()
     assert handles() == before, "a file handle or a thread is left"
+
+
+def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
+    """The pinned prefix leaves the tree with its last record; what is above it must not stay pinned for ever."""
+    store = MemoryStore()
+    harness = Harness(store=store)
+    prompt = prompt_of(4 * GRID + 1)
+    serve(harness, "first", prompt)
+    node = harness.device.lookup(prompt, "").nodes[-1]
+    prefixes = harness.engine.prefixes
+    prefixes.pin(node, None)
+    forget_device(harness)
+    is_last = [above.key for above in node.path()][-1]
+    store.fails = lambda what, head: OSError("damaged") if what == "read" and head.key == is_last else None
+    harness.submit("hit", prompt, 1, ignore_eos=True)
+    while node.parent is not None:
+        harness.step()
+    assert harness.device.tree.num_pinned, "there was nothing above it"
+    prefixes.unpin(node)
+    harness.run()
+    assert harness.device.tree.num_pinned == 0
+    harness.assert_idle_books()

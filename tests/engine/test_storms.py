@@ -89,7 +89,7 @@ def test_cancelling_in_every_state_returns_every_count(seed: int, is_tiered: boo
     assert aborted
     assert sum(cancelled.values()) >= 10
     assert len(cancelled) >= 4, cancelled
-    assert not is_tiered or harness.engine.cache.disk.stats.hit_tokens + harness.engine.cache.host.stats.hit_tokens
+    assert not is_tiered or harness.disk.stats.hit_tokens + harness.host.stats.hit_tokens
     harness.assert_idle_books()
 
 

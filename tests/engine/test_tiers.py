@@ -211,7 +211,7 @@ def test_a_record_that_fails_is_a_miss_and_never_tried_again(kind: RecordKind, n
     failed = seen > nth
     assert hit == cold
     assert (sum(cached(harness, "hit")) == 0) is failed
-    assert harness.engine.cache.disk.stats.verify_failures == failed
+    assert harness.disk.stats.verify_failures == failed
     store.fails = lambda what, head: None
     harness.assert_idle_books()
     forget_device(harness)
@@ -251,7 +251,7 @@ def test_a_full_host_tier_and_a_full_disk_keep_the_newest() -> None:
     assert sum(cached(harness, "newest")) == 2 * GRID
     serve(harness, "oldest", prompt_of(2 * GRID + 1, 0))
     assert sum(cached(harness, "oldest")) == 0
-    assert harness.engine.cache.disk.stats.evicted_records
+    assert harness.disk.stats.evicted_records
     harness.assert_idle_books()
 
 

@@ -12,7 +12,7 @@ from tiers.layout import Plane, SlotTensor, StateLayout
 from tiers.ledger import device_ledger
 from tiers.match import MatchEnd
 from tiers.resources import ReleaseError, Resources
-from tiers.tree import PrefixTree
+from tiers.tree import Node, PrefixTree
 
 BLOCK, GRID = 4, 8
 PLANES = (Plane("k", "float32", (2,)),)
@@ -221,8 +221,9 @@ class Tree(RuleBasedStateMachine):
         leaves = [path for path in free if not any(p[:-1] == path for p in self.known)]
         expected = min(leaves, key=lambda path: self.known[path].used_s)  # type: ignore[attr-defined]
         node = self.known[expected]
-        assert node.is_evictable  # type: ignore[attr-defined]
-        self.tree.detach(node)  # type: ignore[arg-type]
+        assert isinstance(node, Node)
+        assert node.is_evictable
+        self.tree.detach(node)
         assert self.tree.prune(node) == [node]
         del self.known[expected], self.held[expected]
 
