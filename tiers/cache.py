@@ -5,7 +5,7 @@ alone has the same cache with no tier below: nothing is ever restored, written d
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tiers.device import DeviceTier
@@ -62,6 +62,7 @@ class TieredCache:
         self.mover = mover
         self.costs = costs
         self.history = History()
+        self.forgotten: Callable[[list[Node]], None] = _nobody_asks  # told of nodes that are out of the tree
         self.gates = {name: BreakEvenGate(costs.prefill) for name in self.names if name != "device"}
         self.restorer = Restorer(
             device, transfer, mover, host=self.host, disk=self.disk, forget=self.forget, ended=self._observe
@@ -204,6 +205,7 @@ class TieredCache:
                     self.disk.drop_block(node)
                 if node.disk_state is not None:
                     self.disk.drop_state(node)
+        self.forgotten(nodes)
 
     def _observe(self, restore: Restore) -> None:
         """A restore has ended: the gate of the slowest tier it read from learns from it."""
@@ -246,6 +248,15 @@ class TieredCache:
         if self.disk is not None:
             self.disk.store.close()
 
+    def astray(self, owners: Sequence[Resources]) -> list[str]:
+        """What is held in some tier by nobody of the owners, by name. Of records only when nothing is on its way."""
+        findings = self.device.astray(owners) + self.writedown.astray()
+        if self.host is not None:
+            findings += self.host.astray(owners)
+        if self.disk is not None and self.is_settled:
+            findings += self.disk.astray()
+        return findings
+
     def check(self) -> None:
         """Raises AssertionError where the books of a tier, or two tiers', disagree."""
         self.device.check()
@@ -253,3 +264,7 @@ class TieredCache:
             self.host.check()
         if self.disk is not None:
             self.disk.check()
+
+
+def _nobody_asks(nodes: list[Node]) -> None:
+    """Nobody keeps anything by node."""

@@ -42,6 +42,11 @@ class RecordStore(Protocol):
         ...
 
     @property
+    def num_records(self) -> int:
+        """Committed records, those of other models too."""
+        ...
+
+    @property
     def quota_bytes(self) -> int:
         """What `usage_bytes` never exceeds."""
         ...
@@ -140,6 +145,7 @@ class DiskTier:
         self.garbage: list[RecordRef] = []
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.appraiser = device.appraiser
+        self._num_foreign = store.num_records  # records that this engine cannot read
         self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
         self._records: dict[RecordRef, tuple[Node, bool]] = {}  # bool: of the checkpoint
 
@@ -238,6 +244,7 @@ class DiskTier:
         found.sort(key=lambda item: (item[0], item[2].depth))
         for _, ref, node, is_state in found:
             (self.set_state if is_state else self.set_block)(node, ref)
+        self._num_foreign = self.store.num_records - len(self._records) - len(self.garbage)
         return len(found)
 
     def set_block(self, node: Node, ref: RecordRef) -> None:
@@ -342,6 +349,11 @@ class DiskTier:
         """The records to delete, handed over."""
         garbage, self.garbage = self.garbage, []
         return garbage
+
+    def astray(self) -> list[str]:
+        """Records that nobody has any more. To be asked when nothing is being written or deleted."""
+        unknown = self.store.num_records - len(self._records) - len(self.garbage) - self._num_foreign
+        return [f"{unknown} record(s) on disk have no owner"] if unknown > 0 else []
 
     def check(self) -> None:
         """Raises AssertionError where nodes and records disagree."""

@@ -5,7 +5,7 @@ copy may go when nothing uses or pins it and the prefix stays whole without it: 
 hangs below it here. Bytes are moved by tiers/transfer.py, ids are all that is known here.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -74,8 +74,7 @@ class HostTier:
 
     def size_of(self, chunks: Hashable) -> int:
         """How many chunks an owner's resources name by this id."""
-        assert isinstance(chunks, tuple)
-        return len(cast("tuple[int, ...]", chunks))
+        return len(self._chunks(chunks))
 
     def set_block(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The tree has the node's block here from now on; whoever took the chunks has given them to it."""
@@ -131,6 +130,16 @@ class HostTier:
         node.host_state = None
         self.settle(node)
         self._forget(node, copy)
+
+    def astray(self, owners: Sequence[Resources]) -> list[str]:
+        """Chunks that are held, but by no copy of the tree and by none of the owners."""
+        known = {chunk for copy in self._copies for chunk in copy.chunks}
+        for resources in owners:
+            for kind in ("host chunks", "host copy"):
+                for chunks in resources.ids(kind):
+                    known.update(self._chunks(chunks))
+        held = (chunk for chunk in range(self.chunks.size) if self.chunks.refs(chunk))
+        return [f"host chunk {chunk} has no owner" for chunk in held if chunk not in known]
 
     def check(self) -> None:
         """Raises AssertionError where the arena's chunks do not add up."""
@@ -192,6 +201,10 @@ class HostTier:
             self.settle(self._copies[copy][0])
         if not copy.is_busy and copy not in self._copies:  # forgotten by the tree while in use
             self._free(copy.chunks)
+
+    def _chunks(self, id_: Hashable) -> tuple[int, ...]:
+        assert isinstance(id_, tuple)
+        return cast("tuple[int, ...]", id_)
 
     def _free(self, chunks: tuple[int, ...]) -> None:
         for chunk in chunks:

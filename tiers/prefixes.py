@@ -4,6 +4,7 @@ A prefix ends at a checkpoint; for a model without slots at a leaf, or where pat
 the blocks past the prefix before it on its path. A pin keeps the records of a whole path in the lower tiers.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class Prefixes:
         self.cache = cache
         self.tree = cache.device.tree
         self.pins: dict[Node, float | None] = {}  # until when, seconds since the epoch
+        self._pinned_paths: dict[Node, list[Node]] = {}
+        cache.forgotten = self._forgotten
         self.times_to_live: dict[Node, float] = {}
         if cache.disk is not None:
             for pin in cache.disk.store.pins():
@@ -114,14 +117,10 @@ class Prefixes:
         """Takes the pin back, if there is one."""
         if node not in self.pins:
             return
-        del self.pins[node]
+        self._release(node)
         if self.cache.disk is not None:
             namespace, key = node.namespace, node.key
             self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))
-        if node.parent is not None:
-            for above in node.path():
-                self.tree.unpin(above)
-                self.cache.settle(above)
 
     def pinned_bytes(self, namespace: str) -> int:
         """What pins of this namespace keep in the lower tiers."""
@@ -129,16 +128,23 @@ class Prefixes:
         kept = self.bytes_of(list(nodes))
         return kept.host + kept.disk
 
+    def astray(self) -> list[str]:
+        """Nodes with more or fewer pins than there are pinned prefixes through them."""
+        expected = Counter(above for path in self._pinned_paths.values() for above in path)
+        return [
+            f"pin of block {node.key.hex()[:16]}: {node.pins} taken, {expected[node]} known"
+            for node in self.tree.nodes()
+            if node.pins != expected[node]
+        ]
+
     def expire(self, unix_s: float) -> None:
         """Ends pins and forgets prefixes whose time is over."""
         for node in [node for node, until_s in self.pins.items() if until_s is not None and until_s <= unix_s]:
             self.unpin(node)
         for node in [node for node, until_s in self.times_to_live.items() if until_s <= unix_s]:
             del self.times_to_live[node]
-            if node.parent is not None and not self._is_pinned_below(node):
+            if not self._is_pinned_below(node):
                 self.evict(node)
-        self.pins = {node: until_s for node, until_s in self.pins.items() if node.parent is not None}
-        self.times_to_live = {n: until_s for n, until_s in self.times_to_live.items() if n.parent is not None}
 
     def evict(self, node: Node) -> Eviction:
         """Forgets a prefix in every tier, with all that continues it.
@@ -181,10 +187,25 @@ class Prefixes:
 
     def _pin(self, node: Node, until_s: float | None) -> None:
         if node not in self.pins:
-            for above in node.path():
+            self._pinned_paths[node] = node.path()
+            for above in self._pinned_paths[node]:
                 self.tree.pin(above)
                 self.cache.settle(above)
         self.pins[node] = until_s
+
+    def _release(self, node: Node) -> None:
+        del self.pins[node]
+        for above in self._pinned_paths.pop(node):
+            if above.parent is not None:
+                self.tree.unpin(above)
+                self.cache.settle(above)
+
+    def _forgotten(self, nodes: list[Node]) -> None:
+        """Nodes are out of the tree, their records being damaged: nothing of a pin is left that could be kept."""
+        for node in nodes:
+            self.times_to_live.pop(node, None)
+            if node in self.pins:
+                self._release(node)
 
     def _can_resume(self, node: Node) -> bool:
         layout = self.cache.device.layout

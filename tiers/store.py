@@ -136,6 +136,11 @@ class DiskStore:
     def quota_bytes(self, num_bytes: int) -> None:
         self._keeper.quota_bytes = num_bytes
 
+    @property
+    def num_records(self) -> int:
+        """Committed records in the directory, of others too."""
+        return sum(list(self._keeper.segments.live.values()))
+
     def reserve_bytes(self, num_records: int) -> int:
         """What a write of so many records needs of the quota beside their bytes: index and log."""
         return self._keeper.reserve_bytes(num_records)

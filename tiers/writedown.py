@@ -141,6 +141,11 @@ class WriteDown:
 
         self.mover.submit(Job(Priority.CLEAN_UP, lambda: disk.store.delete(refs), done))
 
+    def astray(self) -> list[str]:
+        """Dirty bytes that no batch has."""
+        known = sum(batch.num_bytes for batch in self._in_flight)
+        return [f"{self.dirty_bytes - known} dirty bytes belong to no batch"] if self.dirty_bytes != known else []
+
     def is_written(self, node: Node) -> bool:
         """The path to `node`, and its checkpoint if it has one, are in the lowest tier."""
         if self.disk is not None:

@@ -31,6 +31,8 @@ class Books(Protocol):
 
     def owners(self) -> list[Resources]: ...
 
+    def astray(self) -> list[str]: ...
+
 
 def answer(books: Books, query: Query) -> Answer:
     """The table a query asks for."""
@@ -169,7 +171,7 @@ def _sequence_row(books: Books, sequence: Sequence) -> SequenceRow:
 
 def _ledger(books: Books, query: Query) -> Answer:
     owners = books.owners()
-    findings = books.device.astray(owners)
+    findings = books.astray()
     try:
         books.check()
     except AssertionError as error:
@@ -177,7 +179,7 @@ def _ledger(books: Books, query: Query) -> Answer:
     weights = LedgerRow("device", "weights", "model", books.model.facts.weight_bytes, 1)
     rows = [LedgerRow("device", e.kind, e.owner, e.num_bytes, e.count) for e in device_ledger(books.device, owners)]
     if books.cache.host is not None:
-        entries = host_ledger(books.cache.host, [*owners, *books.scheduler.swapped()])
+        entries = host_ledger(books.cache.host, owners)
         rows += [LedgerRow("host", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
     if books.cache.disk is not None:
         entries = disk_ledger(books.cache.disk)

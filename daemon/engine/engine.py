@@ -246,14 +246,19 @@ class Engine:
         return not self.scheduler.running and self.cache.holds_device
 
     def owners(self) -> list[Resources]:
-        """Everyone who may hold blocks and slots."""
-        return [sequence.resources for sequence in self.scheduler.sequences()] + self.cache.owners()
+        """Everyone who may hold something in some tier."""
+        sequences = [sequence.resources for sequence in self.scheduler.sequences()]
+        return sequences + self.scheduler.swapped() + self.cache.owners()
+
+    def astray(self) -> list[str]:
+        """What nobody of them has, by name."""
+        return self.cache.astray(self.owners()) + self.prefixes.astray()
 
     def check(self) -> None:
         """Raises AssertionError where the books do not add up; `astray` of the device says what by name."""
         self.cache.check()
         self.scheduler.check()
-        findings = self.device.astray(self.owners())
+        findings = self.astray()
         assert not findings, "; ".join(findings)
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:

@@ -26,6 +26,10 @@ class MemoryStore:
     def usage_bytes(self) -> int:
         return sum(ref.stored_bytes for _, ref, _ in self.records.values())
 
+    @property
+    def num_records(self) -> int:
+        return len(self.records)
+
     def reserve_bytes(self, num_records: int) -> int:
         return 64 * num_records
 

@@ -49,7 +49,7 @@ def test_small_pools_with_pins_and_eight_choices_always_make_progress(
     assert all(node.has_block for node in pinned)
     for node in list(prefixes.pins):
         prefixes.unpin(node)
-    harness.engine.check()
+    harness.run()
     refused = {request_id for request_id, rejected in harness.rejected.items() if "needs" in rejected.message}
     assert set(harness.rejected) == refused
     for (request_id, index), answer in expected.items():
