@@ -130,6 +130,12 @@ class DeviceTier:
                 keys.append(key)
         return tuple(keys)
 
+    def next_key(self, token_ids: Sequence[int], namespace: str, path: Sequence[Node]) -> bytes:
+        """The key that a prompt's next block after a known path has or would have."""
+        size, start = self.layout.block_size, len(path) * self.layout.block_size
+        above = path[-1].key if path else self._root_key(namespace)
+        return block_key(above, token_bytes(token_ids[start : start + size]))
+
     def end_of(self, resume_len: int, known_len: int, prompt_len: int) -> MatchEnd:
         """Why a prompt does not resume further than it does."""
         last = (prompt_len - 1) // self.grid * self.grid

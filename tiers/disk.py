@@ -76,6 +76,10 @@ class RecordStore(Protocol):
         """Forgets records durably; their room comes back once nobody reads them."""
         ...
 
+    def other_profile_keys(self) -> frozenset[bytes]:
+        """Keys of blocks that only another numerics profile has."""
+        ...
+
     def pins(self) -> list[Pin]:
         """Every pin that was set."""
         ...
@@ -145,6 +149,7 @@ class DiskTier:
         self.garbage: list[RecordRef] = []
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.appraiser = device.appraiser
+        self.other_profile: frozenset[bytes] = frozenset()  # keys of blocks that another machine computed
         self._num_foreign = store.num_records  # records that this engine cannot read
         self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
         self._records: dict[RecordRef, tuple[Node, bool]] = {}  # bool: of the checkpoint
@@ -212,6 +217,7 @@ class DiskTier:
         """Puts the store's committed records into an empty tree; how many. What does not fit together is garbage."""
         states: list[tuple[int, RecordRef, bytes]] = []
         nodes: dict[bytes, Node] = {}
+        written: dict[bytes, int] = {}  # generation of each block's record: what hangs below was written after it
         found: list[tuple[int, RecordRef, Node, bool]] = []
         for entry in self.store.entries():
             head = entry.head
@@ -224,7 +230,8 @@ class DiskTier:
             if parent is None and head.depth == 1:
                 root = root_key(self.fingerprint, head.provenance, head.namespace)
                 parent = self.tree.root(root, head.namespace) if root == head.parent else None
-            if parent is None or block_key(head.parent, head.tokens) != head.key:
+            is_older = entry.ref.generation < written.get(head.parent, 0)
+            if parent is None or is_older or block_key(head.parent, head.tokens) != head.key:
                 self.garbage.append(entry.ref)
                 continue
             node = self.tree.add(parent, head.tokens)
@@ -232,10 +239,11 @@ class DiskTier:
                 self.garbage.append(entry.ref)
                 continue
             nodes[head.key] = node
+            written[head.key] = entry.ref.generation
             found.append((entry.last_use, entry.ref, node, False))
         for last_use, ref, key in states:
             node = nodes.get(key)
-            if node is None:
+            if node is None or ref.generation < written[key]:
                 self.garbage.append(ref)
             else:
                 found.append((last_use, ref, node, True))
@@ -244,6 +252,7 @@ class DiskTier:
         found.sort(key=lambda item: (item[0], item[2].depth))
         for _, ref, node, is_state in found:
             (self.set_state if is_state else self.set_block)(node, ref)
+        self.other_profile = self.store.other_profile_keys()
         self._num_foreign = self.store.num_records - len(self._records) - len(self.garbage)
         return len(found)
 

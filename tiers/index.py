@@ -185,15 +185,26 @@ class Index:
         return [RecordRef(*row) for row in self._db.execute(f"SELECT {_REF} FROM record{where} ORDER BY 1, 2")]
 
     def unreadable(self, identity: int, fingerprint: bytes) -> Iterator[tuple[RecordRef, str]]:
-        """Records that this identity can not use, least recently used first, each with the reason."""
+        """Records that an exact engine of this identity can not use, oldest use first, each with the reason."""
         rows = self._db.execute(
-            f"SELECT {_REF}, version, fingerprint FROM record LEFT JOIN identity ON id = identity "
-            "WHERE version != ? OR fingerprint != ? OR (identity != ? AND provenance != ?) ORDER BY last_use",
-            (VERSION, fingerprint, identity, Provenance.FAST.value),
+            f"SELECT {_REF}, version, fingerprint, provenance FROM record LEFT JOIN identity ON id = identity "
+            "WHERE version != ? OR fingerprint != ? OR identity != ? OR provenance != ? ORDER BY last_use",
+            (VERSION, fingerprint, identity, Provenance.EXACT.value),
         )
-        for *place, version, theirs in rows:
-            reason = "numerics profile" if theirs == fingerprint else "fingerprint"
+        for *place, version, theirs, provenance in rows:
+            reason = "fingerprint" if theirs != fingerprint else "numerics profile"
+            if reason != "fingerprint" and provenance != Provenance.EXACT.value:
+                reason = "provenance"
             yield RecordRef(*place), reason if version == VERSION else "version"
+
+    def other_profile_keys(self, identity: int, fingerprint: bytes) -> list[bytes]:
+        """Keys of exact blocks that could be read here, but that another numerics profile computed."""
+        rows = self._db.execute(
+            "SELECT key FROM record JOIN identity ON id = identity "
+            "WHERE version = ? AND fingerprint = ? AND identity != ? AND kind = ? AND provenance = ?",
+            (VERSION, fingerprint, identity, RecordKind.BLOCK, Provenance.EXACT.value),
+        )
+        return [key for (key,) in rows]
 
     def entries(self, identity: int, fingerprint: bytes) -> Iterator[StoredRecord]:
         """What this identity can use, parents before children and a block before its checkpoint."""

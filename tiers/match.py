@@ -13,6 +13,7 @@ class MatchEnd(StrEnum):
     UNKNOWN = "no further block is known"
     SHORT = "the prompt has no grid position strictly inside"
     NO_CHECKPOINT = "blocks are known further, but no checkpoint of the recurrent state"
+    OTHER_PROFILE = "on disk it goes on, but as another numerics profile computed it"
     BELOW = "a lower tier has more"
 
 

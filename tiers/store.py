@@ -181,6 +181,11 @@ class DiskStore:
         """What else is in the directory: other fingerprint, other numerics profile, other version."""
         return self._changes.ask(self._count_unreadable)
 
+    def other_profile_keys(self) -> frozenset[bytes]:
+        """Keys of blocks that could be read here, but that this machine would not have computed to the byte."""
+        fingerprint = self.identity.fingerprint
+        return frozenset(self._changes.ask(lambda: self._keeper.index.other_profile_keys(self._own_id, fingerprint)))
+
     def reclaim_unreadable(self, num_bytes: int) -> int:
         """Deletes records that this identity can not use, least recently used first, up to so many bytes; how many."""
 

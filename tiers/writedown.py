@@ -180,6 +180,8 @@ class WriteDown:
         for above, is_state in wanted:
             if (above, is_state) in self._on_the_way:
                 continue
+            if self.disk is not None and self.device.tree.find(above.key) is not above:
+                break  # another block has the same key: on disk it would be taken for that one
             if above.parent is None:
                 break  # went to make room in the host tier
             size = self.device.layout.slot_bytes if is_state else self.device.layout.block_bytes

@@ -42,6 +42,7 @@ from daemon.engine.scrub import Scrubs
 from daemon.errors import ErrorReason
 from tiers.disk import RecordStore
 from tiers.index import Quota
+from tiers.match import MatchEnd
 from tiers.prefixes import Bytes, PinnedError, Prefixes
 from tiers.tree import Node
 
@@ -154,6 +155,9 @@ class Questions:
             resume_len = match.deeper.resume_len
             nodes += match.deeper.nodes
         end = device.end_of(resume_len, match.known_len, len(token_ids))
+        if end is MatchEnd.UNKNOWN and self.cache.disk is not None:
+            following = device.next_key(token_ids, question.namespace, path)
+            end = MatchEnd.OTHER_PROFILE if following in self.cache.disk.other_profile else end
         at = nodes[-1] if nodes else None
         where = None
         if at is not None and device.layout.slots:

@@ -63,6 +63,9 @@ class MemoryStore:
         for ref in refs:
             del self.records[ref.generation]
 
+    def other_profile_keys(self) -> frozenset[bytes]:
+        return frozenset()
+
     def pins(self) -> list[Pin]:
         return list(self.pinned.values())
 

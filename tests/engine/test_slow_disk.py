@@ -182,12 +182,12 @@ def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
     prefixes = harness.engine.prefixes
     prefixes.pin(node, None)
     forget_device(harness)
-    is_last = [above.key for above in node.path()][-1]
-    store.fails = lambda what, head: OSError("damaged") if what == "read" and head.key == is_last else None
+    above = node.path()[:-1]
+    store.fails = lambda what, head: OSError("damaged") if what == "read" and head.key == node.key else None
     harness.submit("hit", prompt, 1, ignore_eos=True)
     while node.parent is not None:
         harness.step()
-    assert harness.device.tree.num_pinned, "there was nothing above it"
+    assert all(each.parent is not None for each in above), "nothing is left above it"
     prefixes.unpin(node)
     harness.run()
     assert harness.device.tree.num_pinned == 0

@@ -26,7 +26,10 @@ def write_checkpoint(family: str, folder: Path, **changes: object) -> Path:
     parameters = Parameters(torch.device("cpu"), torch.float32)
     build_model(Fields(values), BuildOptions(torch.float32, torch.device("cpu"), GRID, None), parameters)
     fill_with_dummies(parameters, 0, lambda done_bytes, total_bytes: None)
-    tensors = {name: target.view.reshape(target.shape).clone(memory_format=torch.contiguous_format) for name, target in parameters.targets.items()}
+    tensors = {
+        name: target.view.reshape(target.shape).clone(memory_format=torch.contiguous_format)
+        for name, target in parameters.targets.items()
+    }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     return folder
 
