@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_fit
 from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
 from kernels.triton_paged_decode import DecodePlan, DecodeRows, decode_tiles, num_splits, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, PrefillPlan, paged_prefill, plan_prefill, prefill_tiles
@@ -23,6 +24,7 @@ class TritonPlan:
     decode: DecodePlan | None
     decode_rows: torch.Tensor | None  # [num_decode_rows] int64, rising; None: they are all rows, in order
     prefill: PrefillPlan | None
+    prefill_by_groups: bool  # of warps, where the card and the model are fit for it
 
 
 def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPlan:
@@ -39,12 +41,13 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
             narrow.extend((row, s, start + row - first + 1) for row in range(first, last))
     num_rows = rows.cu_rows[-1]
     prefill = None
+    by_groups = is_fit(device, block_size=block_size, head_dim=head_dim)
     if chunks:
         chunk_rows = ChunkRows(rows.block_tables, rows.starts, rows.cu_rows)
-        rows_per_tile = prefill_tiles(head_dim).rows
+        rows_per_tile = ROWS_PER_TILE if by_groups else prefill_tiles(head_dim).rows
         prefill = plan_prefill(chunk_rows, tuple(chunks), block_size=block_size, rows_per_tile=rows_per_tile)
     if not narrow:
-        return TritonPlan(num_rows, None, None, prefill)
+        return TritonPlan(num_rows, None, None, prefill, by_groups)
     split = decode_tiles(head_dim).split
     taken, seqs, num_keys = torch.tensor(narrow).unbind(1)
     decode = plan_decode(
@@ -53,7 +56,7 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
         split=split,
         most_items=sum(num_splits(keys, split) for _, _, keys in narrow),
     )
-    return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill)
+    return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill, by_groups)
 
 
 def paged_attention(
@@ -67,7 +70,8 @@ def paged_attention(
     if plan.prefill is None:
         assert plan.decode is not None
         return paged_decode(q, k_plane, v_plane, plan.decode, scale)
-    out = paged_prefill(q, k_plane, v_plane, plan.prefill, scale)
+    attend = grouped_prefill if plan.prefill_by_groups else paged_prefill
+    out = attend(q, k_plane, v_plane, plan.prefill, scale)
     if plan.decode is not None:
         yield
         assert plan.decode_rows is not None

@@ -3,13 +3,17 @@
 Gates, normalising and all that lies within an inner chunk is done here, for all chunks and key heads side by side; the
 formulas are those of kernels/gated_delta.py and kernels/kda.py. With a decay a head, q and k are used as they are and
 their lengths and decays multiply the small results. With a decay a channel, pairs of rows are met by halves: i in the
-second half and j in the first of exactly one block on the diagonal, with the decays relative to the row between.
+second half and j in the first of exactly one block on the diagonal, with the decays relative to the row between. Sums
+of log decays over all such ranges of rows are matrix products with 0 and 1. Where a decay has a bound, pairs within
+`STRIP` rows are met at once: relative to the row in their middle, no factor leaves the range of float32.
 """
 
 # What is compiled by Triton has no types.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,9 +24,25 @@ from kernels.delta_rule import INNER, MIN_LOG_DECAY, UNIT_EPS
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_decode import softplus
 from kernels.triton_delta_scan import SCAN_TILES, DeltaTerms, ScanTiles, invert_unit_lower, scan
+from kernels.triton_softmax import LOG2E
 
 # exp of it is 1e-26: nothing beside a value of this row. Sums over an inner chunk keep four digits after the point.
 LEAST_CHANNEL_DECAY = -60.0
+STRIP = 16  # rows of a block on the diagonal that a bounded decay meets at once
+LEAST_PIECE_CHUNKS = 16  # inner chunks that are worth a launch
+LEAST_STRIP_DECAY = -5.0  # a row: 8 of them to either side are e^40, and their products e^80
+
+
+@dataclass(frozen=True, slots=True)
+class TermsTiles:
+    """How the terms are worked out. No byte depends on the warps."""
+
+    head_warps: int = 4  # of a program with a decay a head
+    channel_warps: int = 4  # with a decay a channel
+    keys: int = 32  # channels that such a program takes at once
+
+
+TERMS_TILES = TermsTiles()
 
 
 @triton.jit
@@ -98,15 +118,23 @@ def _channel_log_decay(f, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def _met_by_halves(q, k, sums, row, column, level):
+def _summed(ranges, high, low):
+    """Sums of log decays over the ranges [rows, rows] of 0, 1 and -1; `high` + `low` [rows, keys] are the decays."""
+    ranges = ranges.to(tl.float16)
+    return tl.dot(ranges, low, tl.dot(ranges, high))
+
+
+@triton.jit
+def _met_by_halves(q, k, high, low, row, column, level):
     """Decayed q . k and k . k of the pairs that meet in blocks of 2 halves of 2^level rows; 0 for all others.
 
     Of unit vectors and factors of at most 1: float16 has more digits for them than bfloat16.
     """
     origin = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    from_origin = sums - tl.gather(sums, tl.broadcast_to(origin, sums.shape), 0)
+    # Over (origin, row] in the second half, over (row, origin] in the first.
+    between = (column > tl.minimum(origin, row)) & (column <= tl.maximum(origin, row))
+    factor = tl.math.exp2(_summed(between, high, low))
     late = ((row >> level) & 1) == 1
-    factor = tl.exp(tl.where(late, from_origin, -from_origin))
     decayed = (k * factor).to(tl.float16)
     met = ((row >> (level + 1)) == (column >> (level + 1))) & late & (((column >> level) & 1) == 0)
     qk = tl.dot((q * factor).to(tl.float16), tl.trans(decayed))
@@ -115,6 +143,20 @@ def _met_by_halves(q, k, sums, row, column, level):
 
 
 @triton.jit
+def _met_in_strips(q, k, high, low, row, column, LEVEL: tl.constexpr):
+    """The same of all pairs within blocks of 2^LEVEL rows, q . k of a row with itself too."""
+    origin = ((row >> LEVEL) << LEVEL) + (1 << (LEVEL - 1)) - 1
+    between = (column > tl.minimum(origin, row)) & (column <= tl.maximum(origin, row))
+    since = _summed(tl.where(between, tl.where(row > origin, 1.0, -1.0), 0.0), high, low)
+    factor = tl.math.exp2(since)
+    until = k * tl.math.exp2(-since)
+    near = (row >> LEVEL) == (column >> LEVEL)
+    qk = tl.dot(q * factor, tl.trans(until), input_precision="tf32")
+    kk = tl.dot(k * factor, tl.trans(until), input_precision="tf32")
+    return tl.where(near & (row >= column), qk, 0.0), tl.where(near & (row > column), kk, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _channel_terms_kernel(
     q_ptr,  # [num_rows, HEADS, DK]
     k_ptr,
@@ -125,10 +167,9 @@ def _channel_terms_kernel(
     solve_ptr,
     within_ptr,
     keep_ptr,  # [n, HEADS, DK]
-    read_q_ptr,  # [num_rows, HEADS, DK], contiguous, and so are the two below
-    read_k_ptr,
-    write_k_ptr,
+    made_ptr,  # [3, num_rows, HEADS, DK]: rows that read by q, that read by k, and that are written
     num_rows,
+    part_stride,  # between the three
     lower_bound,
     QK_STRIDE: tl.constexpr,
     BETA_STRIDE: tl.constexpr,
@@ -138,6 +179,7 @@ def _channel_terms_kernel(
     KEYS: tl.constexpr,
     C: tl.constexpr,
     BOUNDED: tl.constexpr,
+    STRIP_LEVEL: tl.constexpr,  # log2 of the rows that are met at once; 0: only a row with itself
     LEAST: tl.constexpr,
     EPS: tl.constexpr,
 ):
@@ -153,41 +195,59 @@ def _channel_terms_kernel(
     decay_ptr += chunk * C * DECAY_STRIDE + head * DK
     dt_bias_ptr += head * DK
     place = chunk * HEADS + head
-    read_q_ptr += (chunk * C * HEADS + head) * DK
-    read_k_ptr += (chunk * C * HEADS + head) * DK
-    write_k_ptr += (chunk * C * HEADS + head) * DK
+    made_ptr += (chunk * C * HEADS + head) * DK
     rate = tl.exp(tl.load(a_log_ptr + head))
-    at = row * QK_STRIDE + tl.arange(0, DK)[None, :]
-    whole_q = tl.load(q_ptr + at, mask=held, other=0.0).to(tl.float32)
-    whole_k = tl.load(k_ptr + at, mask=held, other=0.0).to(tl.float32)
-    unit_q = tl.rsqrt(tl.sum(whole_q * whole_q, 1) + EPS) * (DK**-0.5)
-    unit_k = tl.rsqrt(tl.sum(whole_k * whole_k, 1) + EPS)
-    qk = tl.where(row == column, (tl.sum(whole_q * whole_k, 1) * unit_q * unit_k)[:, None], 0.0)
+    unit_q = tl.full((C,), EPS, tl.float32)
+    unit_k = tl.full((C,), EPS, tl.float32)
+    itself = tl.zeros((C,), tl.float32)
+    for first in range(0, DK, KEYS):
+        at = row * QK_STRIDE + first + tl.arange(0, KEYS)[None, :]
+        q = tl.load(q_ptr + at, mask=held, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + at, mask=held, other=0.0).to(tl.float32)
+        unit_q += tl.sum(q * q, 1)
+        unit_k += tl.sum(k * k, 1)
+        itself += tl.sum(q * k, 1)
+    unit_q = tl.rsqrt(unit_q) * (DK**-0.5)
+    unit_k = tl.rsqrt(unit_k)
+    qk = tl.zeros((C, C), tl.float32)
     kk = tl.zeros((C, C), tl.float32)
-    for first in range(0, DK, KEYS):  # a part of the channels at a time, so that it all fits into registers
+    if STRIP_LEVEL == 0:
+        qk += tl.where(row == column, (itself * unit_q * unit_k)[:, None], 0.0)
+    # A part of the channels at a time, and nothing kept from one to the next, so that it all fits into registers.
+    for first in tl.range(0, DK, KEYS, disable_licm=True):
         keys = first + tl.arange(0, KEYS)[None, :]
         q = tl.load(q_ptr + row * QK_STRIDE + keys, mask=held, other=0.0).to(tl.float32) * unit_q[:, None]
         k = tl.load(k_ptr + row * QK_STRIDE + keys, mask=held, other=0.0).to(tl.float32) * unit_k[:, None]
         f = tl.load(decay_ptr + row * DECAY_STRIDE + keys, mask=held, other=0.0).to(tl.float32)
         f += tl.load(dt_bias_ptr + keys)
         g = _channel_log_decay(f, rate, lower_bound, BOUNDED)
-        g = tl.where(held, tl.maximum(g, LEAST), 0.0)
-        sums = tl.cumsum(g, 0)
-        whole = tl.sum(g, 0)[None, :]
-        for level in range(6):
-            met_qk, met_kk = _met_by_halves(q, k, sums, row, column, level)
+        g = tl.where(held, tl.maximum(g, LEAST), 0.0) * LOG2E
+        high = g.to(tl.float16)
+        low = (g - high.to(tl.float32)).to(tl.float16)
+        # Which pairs meet is worked out where it is needed: `none` is 0, which a compiler does not know, and so it
+        # does not keep a matrix of flags for each level in registers all along.
+        none = (num_rows < first - DK).to(tl.int32)
+        row = tl.arange(0, C)[:, None] + none
+        column = tl.arange(0, C)[None, :] + none
+        tl.store(keep_ptr + place * DK + keys, tl.math.exp2(tl.sum(g, 0)[None, :]))
+        since = tl.math.exp2(_summed(column <= row, high, low))
+        to = made_ptr + row * (HEADS * DK) + keys
+        tl.store(to, (q * since).to(made_ptr.dtype.element_ty), mask=held)
+        tl.store(to + part_stride, (k * since).to(made_ptr.dtype.element_ty), mask=held)
+        until = tl.math.exp2(_summed(column > row, high, low))
+        tl.store(to + 2 * part_stride, (k * until).to(made_ptr.dtype.element_ty), mask=held)
+        if STRIP_LEVEL > 0:
+            met_qk, met_kk = _met_in_strips(q, k, high, low, row, column, STRIP_LEVEL)
             qk += met_qk
             kk += met_kk
-        since = tl.exp(sums)
-        to = row * (HEADS * DK) + keys
-        tl.store(read_q_ptr + to, (q * since).to(read_q_ptr.dtype.element_ty), mask=held)
-        tl.store(read_k_ptr + to, (k * since).to(read_k_ptr.dtype.element_ty), mask=held)
-        tl.store(write_k_ptr + to, (k * tl.exp(whole - sums)).to(write_k_ptr.dtype.element_ty), mask=held)
-        tl.store(keep_ptr + place * DK + keys, tl.exp(whole))
+        for level in range(STRIP_LEVEL, 6):
+            met_qk, met_kk = _met_by_halves(q, k, high, low, row, column, level)
+            qk += met_qk
+            kk += met_kk
     beta_at = chunk * C * BETA_STRIDE + head + i * BETA_STRIDE
     beta = tl.sigmoid(tl.load(beta_ptr + beta_at, mask=inside, other=0.0).to(tl.float32))
     beta = tl.where(inside, beta, 0.0)
-    square = place * (C * C) + row * C + column
+    square = place * (C * C) + i[:, None] * C + i[None, :]
     tl.store(within_ptr + square, qk.to(within_ptr.dtype.element_ty))
     solve = invert_unit_lower(kk * beta[:, None]) * beta[None, :]
     tl.store(solve_ptr + square, solve.to(solve_ptr.dtype.element_ty))
@@ -199,7 +259,7 @@ def delta_chunk(
     slots: RecurrentSlots,
     *,
     tiles: ScanTiles = SCAN_TILES,
-    terms_warps: int | None = None,
+    terms_tiles: TermsTiles = TERMS_TILES,
 ) -> torch.Tensor:
     """Rows of one sequence, any number of them; the state is read at slot_in and written at slot_out, each [1] int64.
 
@@ -208,7 +268,7 @@ def delta_chunk(
         mixer: its convolution, norm and gate are not read.
         slots: tails are not touched; slot_out may equal slot_in.
         tiles: of the scan.
-        terms_warps: of the kernel before it.
+        terms_tiles: of the kernel before it.
 
     Returns:
         [rows, Hv, dv] in the dtype of `mixed`, before the output norm.
@@ -228,9 +288,40 @@ def delta_chunk(
     assert rows.decay.shape == (num_rows, mixer.dt_bias.shape[0])
     for part in (rows.mixed, rows.beta, rows.decay):
         assert part.stride(1) == 1, "columns are side by side"
+    out = rows.mixed.new_empty((num_rows, heads, dv))
+    if num_rows == 0:
+        slots.states.index_copy_(0, slots.slot_out, slots.states.index_select(0, slots.slot_in))
+        return out
     q, k, v = split_heads(rows.mixed, slots.states.shape[1:])
-    terms = (_channel_terms if mixer.per_channel else _head_terms)(rows, mixer, (q, k), heads, terms_warps)
-    return scan(terms, v, slots, tiles)
+    empty_terms, fill = (
+        (_empty_channel_terms, _fill_channel_terms) if mixer.per_channel else (_empty_terms, _fill_terms)
+    )
+    terms = empty_terms(q, k, heads)
+    pieces = _pieces(num_rows, tiles.pieces) if rows.mixed.is_cuda else [(0, num_rows)]
+    if len(pieces) == 1:
+        fill(rows, mixer, (q, k), terms, terms_tiles)
+        scan(terms, v, out, slots, tiles)
+        return out
+    # The scan leaves many multiprocessors idle: they work out the terms of the pieces after it on another stream.
+    main, side = torch.cuda.current_stream(q.device), torch.cuda.Stream(q.device)
+    side.wait_stream(main)
+    for begin, end in pieces:
+        of_piece = terms.piece(begin, end)
+        with torch.cuda.stream(side):
+            rows_of_piece = ProjectedRows(*(x[begin:end] for x in (rows.mixed, rows.gate, rows.beta, rows.decay)))
+            fill(rows_of_piece, mixer, (q[begin:end], k[begin:end]), of_piece, terms_tiles)
+        main.wait_stream(side)
+        scan(of_piece, v[begin:end], out[begin:end], slots, tiles)
+        slots = RecurrentSlots(slots.tails, slots.states, slots.slot_out, slots.slot_out)
+    return out
+
+
+def _pieces(num_rows: int, most: int) -> list[tuple[int, int]]:
+    """Cuts rows [0, num_rows) into `most` pieces of whole inner chunks, or fewer where they would be short."""
+    num_chunks = -(-num_rows // INNER)
+    count = max(1, min(most, num_chunks // LEAST_PIECE_CHUNKS))
+    ends = [min(num_rows, INNER * -(-num_chunks * (i + 1) // count)) for i in range(count)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _empty_squares(num_chunks: int, heads: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,62 +329,61 @@ def _empty_squares(num_chunks: int, heads: int, like: torch.Tensor) -> tuple[tor
     return like.new_empty(shape), like.new_empty(shape)
 
 
-def _head_terms(
-    rows: ProjectedRows,
-    mixer: DeltaMixer,
-    qk: tuple[torch.Tensor, torch.Tensor],
-    heads: int,
-    num_warps: int | None,
-) -> DeltaTerms:
-    q, k = qk
-    num_rows, k_heads, dk = k.shape
-    num_chunks = triton.cdiv(num_rows, INNER)
-    solve, within = _empty_squares(num_chunks, heads, rows.mixed)
+def _empty_terms(q: torch.Tensor, k: torch.Tensor, heads: int) -> DeltaTerms:
+    num_chunks = triton.cdiv(k.shape[0], INNER)
     factors = torch.empty((num_chunks, heads, 4, INNER), dtype=torch.float32, device=k.device)
-    if num_chunks:
-        _head_terms_kernel[(heads, num_chunks)](
-            *(q, k, rows.beta, rows.decay, mixer.a_log, mixer.dt_bias, solve, within, factors, num_rows),
-            QK_STRIDE=k.stride(0),
-            BETA_STRIDE=rows.beta.stride(0),
-            DECAY_STRIDE=rows.decay.stride(0),
-            HEADS=heads,
-            REPEATS=heads // k_heads,
-            DK=dk,
-            C=INNER,
-            LEAST=MIN_LOG_DECAY,
-            EPS=UNIT_EPS,
-            num_warps=num_warps or 4,
-        )
-    return DeltaTerms(solve, within, factors, read_q=q, read_k=k, write_k=k)
+    return DeltaTerms(*_empty_squares(num_chunks, heads, k), factors, read_q=q, read_k=k, write_k=k)
 
 
-def _channel_terms(
-    rows: ProjectedRows,
-    mixer: DeltaMixer,
-    qk: tuple[torch.Tensor, torch.Tensor],
-    heads: int,
-    num_warps: int | None,
-) -> DeltaTerms:
-    q, k = qk
+def _empty_channel_terms(q: torch.Tensor, k: torch.Tensor, heads: int) -> DeltaTerms:
     num_rows, _, dk = k.shape
     num_chunks = triton.cdiv(num_rows, INNER)
-    solve, within = _empty_squares(num_chunks, heads, rows.mixed)
     keep = torch.empty((num_chunks, heads, dk), dtype=torch.float32, device=k.device)
-    read_q, read_k, write_k = (rows.mixed.new_empty((num_rows, heads, dk)) for _ in range(3))
-    if num_chunks:
-        _channel_terms_kernel[(heads, num_chunks)](
-            *(q, k, rows.beta, rows.decay, mixer.a_log, mixer.dt_bias, solve, within, keep, read_q, read_k, write_k),
-            *(num_rows, mixer.lower_bound),
-            QK_STRIDE=k.stride(0),
-            BETA_STRIDE=rows.beta.stride(0),
-            DECAY_STRIDE=rows.decay.stride(0),
-            HEADS=heads,
-            DK=dk,
-            KEYS=min(64, dk),
-            C=INNER,
-            BOUNDED=mixer.decay is DecayKind.CHANNEL_BOUNDED,
-            LEAST=LEAST_CHANNEL_DECAY,
-            EPS=UNIT_EPS,
-            num_warps=num_warps or 8,
-        )
-    return DeltaTerms(solve, within, keep, read_q, read_k, write_k)
+    return DeltaTerms(*_empty_squares(num_chunks, heads, q), keep, *q.new_empty((3, num_rows, heads, dk)))
+
+
+def _fill_terms(
+    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms, tiles: TermsTiles
+) -> None:
+    q, k = qk
+    num_chunks, heads = terms.solve.shape[:2]
+    _head_terms_kernel[(heads, num_chunks)](
+        *(q, k, rows.beta, rows.decay, mixer.a_log, mixer.dt_bias, terms.solve, terms.within, terms.factors),
+        k.shape[0],
+        QK_STRIDE=k.stride(0),
+        BETA_STRIDE=rows.beta.stride(0),
+        DECAY_STRIDE=rows.decay.stride(0),
+        HEADS=heads,
+        REPEATS=heads // k.shape[1],
+        DK=k.shape[2],
+        C=INNER,
+        LEAST=MIN_LOG_DECAY,
+        EPS=UNIT_EPS,
+        num_warps=tiles.head_warps,
+    )
+
+
+def _fill_channel_terms(
+    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms, tiles: TermsTiles
+) -> None:
+    q, k = qk
+    num_chunks, heads = terms.solve.shape[:2]
+    bounded = mixer.decay is DecayKind.CHANNEL_BOUNDED
+    part_stride = terms.read_k.storage_offset() - terms.read_q.storage_offset()
+    assert part_stride == terms.write_k.storage_offset() - terms.read_k.storage_offset(), "three parts of one tensor"
+    _channel_terms_kernel[(heads, num_chunks)](
+        *(q, k, rows.beta, rows.decay, mixer.a_log, mixer.dt_bias, terms.solve, terms.within, terms.factors),
+        *(terms.read_q, k.shape[0], part_stride, mixer.lower_bound),
+        QK_STRIDE=k.stride(0),
+        BETA_STRIDE=rows.beta.stride(0),
+        DECAY_STRIDE=rows.decay.stride(0),
+        HEADS=heads,
+        DK=k.shape[2],
+        KEYS=min(tiles.keys, k.shape[2]),
+        C=INNER,
+        BOUNDED=bounded,
+        STRIP_LEVEL=(STRIP - 1).bit_length() if bounded and mixer.lower_bound >= LEAST_STRIP_DECAY else 0,
+        LEAST=LEAST_CHANNEL_DECAY,
+        EPS=UNIT_EPS,
+        num_warps=tiles.channel_warps,
+    )

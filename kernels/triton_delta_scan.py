@@ -41,6 +41,13 @@ class DeltaTerms:
     read_k: torch.Tensor
     write_k: torch.Tensor
 
+    def piece(self, begin: int, end: int) -> "DeltaTerms":
+        """Of rows [begin, end); begin is where an inner chunk begins."""
+        assert begin % INNER == 0
+        chunks = slice(begin // INNER, triton.cdiv(end, INNER))
+        rows = (x[begin:end] for x in (self.read_q, self.read_k, self.write_k))
+        return DeltaTerms(self.solve[chunks], self.within[chunks], self.factors[chunks], *rows)
+
 
 @dataclass(frozen=True, slots=True)
 class ScanTiles:
@@ -49,9 +56,10 @@ class ScanTiles:
     values: int  # value channels of a program: 64 is what one group of four warps multiplies
     num_warps: int
     num_stages: int
+    pieces: int = 4  # of a long sequence: terms of one are worked out beside the scan of the one before
 
 
-SCAN_TILES = ScanTiles(values=64, num_warps=4, num_stages=2)
+SCAN_TILES = ScanTiles(values=64, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -89,6 +97,15 @@ def invert_unit_lower(lower):
 
 
 @triton.jit
+def _load_kept(factors_ptr, keys, steps, C: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """What multiplies the state, and what multiplies what q reads of it."""
+    if PER_CHANNEL:
+        return tl.load(factors_ptr + keys)[None, :], 1.0
+    else:  # noqa: RET505 - decided while compiling
+        return tl.load(factors_ptr + 3 * C), tl.load(factors_ptr + steps)[None, :]
+
+
+@triton.jit
 def _scan_kernel(
     read_q,  # descriptors of [num_rows, key heads * DK]
     read_k,
@@ -120,10 +137,15 @@ def _scan_kernel(
     state = tl.load(states_ptr + tl.load(slot_in_ptr) * state_stride + state_at)
     key_head = (head // REPEATS) * DK
     first_value += head * DV
+    step: tl.constexpr = HEADS * (DK if PER_CHANNEL else 4 * C)
     factors_ptr += head * (DK if PER_CHANNEL else 4 * C)
+    # What sums are multiplied by is loaded a chunk ahead: loads for the sums' own products are ahead by themselves.
+    keep, since = _load_kept(factors_ptr, keys, steps, C, PER_CHANNEL)
     for chunk in range(0, num_chunks):
         row = chunk * C
         square = (chunk * HEADS + head) * C
+        ahead_ptr = factors_ptr + tl.where(chunk + 1 < num_chunks, step, 0)
+        next_keep, next_since = _load_kept(ahead_ptr, keys, steps, C, PER_CHANNEL)
         k = read_k.load([row, key_head])
         q = read_q.load([row, key_head])
         rounded = state.to(k.dtype)
@@ -132,11 +154,9 @@ def _scan_kernel(
         v = tl.trans(values.load([row, first_value])).to(tl.float32)
         if PER_CHANNEL:
             x = v - x
-            keep = tl.load(factors_ptr + keys)[None, :]
         else:
             x = v - x * tl.load(factors_ptr + C + steps)[None, :]
-            out *= tl.load(factors_ptr + steps)[None, :]
-            keep = tl.load(factors_ptr + 3 * C)
+            out *= since
         delta = tl.dot(x.to(k.dtype), tl.trans(solve.load([square, 0])))
         out = tl.dot(delta.to(k.dtype), tl.trans(within.load([square, 0])), out)
         if PER_CHANNEL:
@@ -145,12 +165,13 @@ def _scan_kernel(
             delta *= tl.load(factors_ptr + 2 * C + steps)[None, :]
         state = tl.dot(delta.to(k.dtype), k, state * keep)
         outs.store([row, first_value], tl.trans(out.to(k.dtype)))
-        factors_ptr += HEADS * (DK if PER_CHANNEL else 4 * C)
+        factors_ptr += step
+        keep, since = next_keep, next_since
     tl.store(states_ptr + tl.load(slot_out_ptr) * state_stride + state_at, state)
 
 
-def scan(terms: DeltaTerms, v: torch.Tensor, slots: RecurrentSlots, tiles: ScanTiles) -> torch.Tensor:
-    """Carries the state from slot_in to slot_out over one sequence's rows; v and the result are [rows, Hv, dv].
+def scan(terms: DeltaTerms, v: torch.Tensor, out: torch.Tensor, slots: RecurrentSlots, tiles: ScanTiles) -> None:
+    """Carries the state from slot_in to slot_out over one sequence's rows; v and `out` are [rows, Hv, dv], rows > 0.
 
     dk and dv are powers of two from 16 on; rows of q, k and v begin at multiples of 16 bytes.
     """
@@ -160,10 +181,8 @@ def scan(terms: DeltaTerms, v: torch.Tensor, slots: RecurrentSlots, tiles: ScanT
     assert dv >= 16
     assert dk & (dk - 1) == 0, "a head's keys are a power of two"
     assert dv & (dv - 1) == 0, "a head's values are a power of two"
-    out = torch.empty((num_rows, heads, dv), dtype=v.dtype, device=v.device)
-    if num_rows == 0:
-        slots.states.index_copy_(0, slots.slot_out, slots.states.index_select(0, slots.slot_in))
-        return out
+    assert out.shape == v.shape
+    assert out.dtype == v.dtype
     channels = min(tiles.values, dv)
     _scan_kernel[(dv // channels, heads)](
         *(_described(x, (INNER, dk)) for x in (terms.read_q, terms.read_k, terms.write_k)),
@@ -181,7 +200,6 @@ def scan(terms: DeltaTerms, v: torch.Tensor, slots: RecurrentSlots, tiles: ScanT
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out
 
 
 def _described(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:

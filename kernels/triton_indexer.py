@@ -33,7 +33,7 @@ class ScoreTiles:
 def score_tiles(num_rows_per_seq: int) -> ScoreTiles:
     """What was fastest on an H200."""
     if num_rows_per_seq == 1:
-        return ScoreTiles(keys=128, split=1024, rows=1, num_warps=4, num_stages=3)
+        return ScoreTiles(keys=64, split=1024, rows=1, num_warps=4, num_stages=3)
     return ScoreTiles(keys=128, split=1024, rows=2, num_warps=8, num_stages=3)
 
 

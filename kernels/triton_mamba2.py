@@ -147,7 +147,7 @@ def _step_kernel(
 
 
 def mamba2_chunk(
-    rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots, *, num_warps: int = 4, num_stages: int = 3
+    rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots, *, num_warps: int = 4, num_stages: int = 4
 ) -> torch.Tensor:
     """Rows of one sequence; its state is read at slot_in and written at slot_out, each [1] int64, tails untouched.
 

@@ -1,6 +1,8 @@
 """Latent attention in absorbed form: all heads of a row share one paged row a token, [latent | rotated rope part].
 
-Keys are whole rows, values their latent part, so a tile is read once and serves both products. Dense rows take the
+Keys are whole rows, values their latent part, so a tile is read once and serves both products. Both are done with
+heads as columns: a tile of keys and the latent's channels are the long sides, which is what the matrix units want of a
+left factor, and which they read where it was copied to; heads, few as they are, need no padding. Dense rows take the
 splits of kernels/triton_paged_decode.py, selected rows the entries of kernels/triton_selected.py; either way splits
 have a fixed length at fixed places and are merged in order.
 """
@@ -16,15 +18,13 @@ import triton.language as tl
 from kernels.triton_paged_decode import DecodePlan
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_selected import SelectedRows, selected_offsets, selected_tokens
-from kernels.triton_softmax import LOG2E, AttentionTiles, Parts, finish_rows, fold_tile, merge_partials, merge_ragged
+from kernels.triton_softmax import LN2, LOG2E, AttentionTiles, Parts, merge_partials, merge_ragged
 
 
 def latent_tiles(num_heads: int) -> AttentionTiles:
-    """What was fastest on an H200."""
-    if num_heads <= 32:
-        heads = max(16, triton.next_power_of_2(num_heads))
-        return AttentionTiles(split=1024, keys=64, heads=heads, num_warps=8, num_stages=3)
-    return AttentionTiles(split=1024, keys=32, heads=64, num_warps=8, num_stages=3)
+    """64 keys are the rows that a matrix instruction takes; more heads than 32 at once do not fit into registers."""
+    heads = min(32, max(16, triton.next_power_of_2(num_heads)))
+    return AttentionTiles(split=1024, keys=64, heads=heads, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -32,13 +32,13 @@ def _load_query(
     q_ptr, heads, num_heads, q_head_stride, LATENT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """[heads, WIDTH] against latents and [heads, ROPE_WIDTH] against rope parts."""
-    rows = q_ptr + (heads * q_head_stride)[:, None]
+    """[WIDTH, heads] against latents and [ROPE_WIDTH, heads] against rope parts."""
+    rows = q_ptr + (heads * q_head_stride)[None, :]
     channels = tl.arange(0, WIDTH)
     turning = tl.arange(0, ROPE_WIDTH)
-    held = (heads < num_heads)[:, None]
-    q = tl.load(rows + channels[None, :], mask=held & (channels < LATENT)[None, :], other=0.0)
-    q_rope = tl.load(rows + LATENT + turning[None, :], mask=held & (turning < ROPE)[None, :], other=0.0)
+    held = (heads < num_heads)[None, :]
+    q = tl.load(rows + channels[:, None], mask=held & (channels < LATENT)[:, None], other=0.0)
+    q_rope = tl.load(rows + LATENT + turning[:, None], mask=held & (turning < ROPE)[:, None], other=0.0)
     return q, q_rope
 
 
@@ -60,11 +60,32 @@ def _load_rows(rows, seen, LATENT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.c
 
 @triton.jit
 def _fold_latents(q, q_rope, latent, rope, seen, scale, best, total, acc, ROPE: tl.constexpr):
-    scores = tl.dot(q, tl.trans(latent))
+    """Takes one tile in: as fold_tile of kernels/triton_softmax.py, with [keys, heads] and acc [WIDTH, heads]."""
+    scores = tl.dot(latent, q)
     if ROPE > 0:
-        scores = tl.dot(q_rope, tl.trans(rope), scores)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    return fold_tile(scores, latent, scale, best, total, acc)
+        scores = tl.dot(rope, q_rope, scores)
+    scores = tl.where(seen[:, None], scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 0) * scale)
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    shares = tl.math.exp2(scores * scale - pivot[None, :])
+    keep = tl.math.exp2(best - pivot)
+    total = total * keep + tl.sum(shares, 0)
+    acc = tl.dot(tl.trans(latent), shares.to(latent.dtype), acc * keep[None, :])
+    return new_best, total, acc
+
+
+@triton.jit
+def _store_part(
+    outs_ptr, lses_ptr, place, best, total, acc, heads, num_heads, LATENT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The part's output, and the natural log of its sum of exponentials; 0 and -inf where it saw no key."""
+    channels = tl.arange(0, WIDTH)
+    held = (heads < num_heads)[None, :] & (channels < LATENT)[:, None]
+    seen = total > 0
+    out = acc / tl.where(seen, total, 1.0)[None, :]
+    lse = tl.where(seen, (best + tl.math.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
+    tl.store(outs_ptr + place[None, :] * LATENT + channels[:, None], out, mask=held)
+    tl.store(lses_ptr + place, lse, mask=heads < num_heads)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -96,9 +117,7 @@ def _latent_splits_kernel(
     HEADS: tl.constexpr,
 ):
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    channels = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)
-    held = (heads < num_heads)[:, None] & (channels < LATENT)[None, :]
     item = tl.program_id(1)
     if item >= tl.load(first_ptr + num_rows):
         return
@@ -110,7 +129,7 @@ def _latent_splits_kernel(
     q, q_rope = _load_query(q_row_ptr, heads, num_heads, q_head_stride, LATENT, WIDTH, ROPE, ROPE_WIDTH)
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, WIDTH), tl.float32)
+    acc = tl.zeros((WIDTH, HEADS), tl.float32)
     blocks = blocks_of(table_ptr, begin, end, PAGE, KEYS)
     for start in range(begin, end, KEYS):
         rows = tile_rows(plane_ptr, blocks, start, block_stride, token_stride, PAGE, KEYS)
@@ -118,10 +137,8 @@ def _latent_splits_kernel(
         latent, rope = _load_rows(rows, seen, LATENT, WIDTH, ROPE, ROPE_WIDTH)
         blocks = blocks_of(table_ptr, start + KEYS, end, PAGE, KEYS)
         best, total, acc = _fold_latents(q, q_rope, latent, rope, seen, scale, best, total, acc, ROPE)
-    out, lse = finish_rows(best, total, acc)
     place = item.to(tl.int64) * num_heads + heads
-    tl.store(outs_ptr + place[:, None] * LATENT + channels[None, :], out, mask=held)
-    tl.store(lses_ptr + place, lse, mask=heads < num_heads)
+    _store_part(outs_ptr, lses_ptr, place, best, total, acc, heads, num_heads, LATENT, WIDTH)
 
 
 @triton.jit
@@ -156,9 +173,7 @@ def _latent_selected_kernel(
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
     row = tl.program_id(2)
-    channels = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)
-    held = (heads < num_heads)[:, None] & (channels < LATENT)[None, :]
     position = tl.load(positions_ptr + row)
     picks_ptr += row.to(tl.int64) * picks_stride
     table_ptr = tables_ptr + tl.load(row_seqs_ptr + row).to(tl.int64) * table_stride
@@ -166,7 +181,7 @@ def _latent_selected_kernel(
     q, q_rope = _load_query(q_ptr, heads, num_heads, q_head_stride, LATENT, WIDTH, ROPE, ROPE_WIDTH)
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, WIDTH), tl.float32)
+    acc = tl.zeros((WIDTH, HEADS), tl.float32)
     begin = split * SPLIT
     end = tl.minimum(begin + SPLIT, width * POOL + POOL - 1)
     tokens = selected_tokens(picks_ptr, begin + steps, position, width, POOL)
@@ -177,10 +192,8 @@ def _latent_selected_kernel(
         tokens = selected_tokens(picks_ptr, start + KEYS + steps, position, width, POOL)
         at = selected_offsets(table_ptr, tokens, block_stride, token_stride, PAGE)
         best, total, acc = _fold_latents(q, q_rope, latent, rope, seen, scale, best, total, acc, ROPE)
-    out, lse = finish_rows(best, total, acc)
     place = (row.to(tl.int64) * tl.num_programs(1) + split) * num_heads + heads
-    tl.store(outs_ptr + place[:, None] * LATENT + channels[None, :], out, mask=held)
-    tl.store(lses_ptr + place, lse, mask=heads < num_heads)
+    _store_part(outs_ptr, lses_ptr, place, best, total, acc, heads, num_heads, LATENT, WIDTH)
 
 
 def mla_decode(

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
+from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
 
 FP8 = torch.float8_e4m3fn
 MOST_ROWS = 4096  # of a plan: one program sums their splits
+NUM_MULTIPROCESSORS = 132  # of the card that the tiles were measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,14 @@ class DecodeTiles:
     most_programs: int = 1 << 16  # of a launch; they take what is beyond in turns
 
 
-def decode_tiles(head_dim: int) -> DecodeTiles:
-    """What was fastest on an H200."""
-    narrow = head_dim <= 128 and head_dim == triton.next_power_of_2(head_dim)
-    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if narrow else 2)
+def decode_tiles(head_dim: int, num_programs: int = 1 << 16, *, is_fp8: bool = False) -> DecodeTiles:
+    """What was fastest on an H200. The split and the keys, which decide bytes, follow from none of these.
+
+    Programs that have a multiprocessor to themselves keep more tiles in flight, and so do those whose tiles are small.
+    """
+    alone = num_programs <= NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
+    small = head_dim * (1 if is_fp8 else 2) <= 128
+    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if alone or small else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,6 @@ def _attend_splits_kernel(
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
-    IS_FP8: tl.constexpr,
 ):
     group = tl.arange(0, M)
     channels = tl.arange(0, WIDTH)
@@ -179,13 +185,6 @@ def _attend_splits_kernel(
         held = (group < GROUP)[:, None] & inside[None, :]
         q_at = row.to(tl.int64) * q_row_stride + heads[:, None] * q_head_stride + channels[None, :]
         q = tl.load(q_ptr + q_at, mask=held, other=0.0)
-        factor = scale
-        if IS_FP8:
-            # float16 holds every fp8 value; it holds the query once that is divided by its largest value.
-            wide = q.to(tl.float32)
-            most = tl.maximum(tl.max(tl.max(tl.abs(wide), 1), 0), 1e-30)
-            q = (wide / most).to(tl.float16)
-            factor = scale * most
         best = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, WIDTH), tl.float32)
@@ -201,11 +200,8 @@ def _attend_splits_kernel(
             # Rows past the end may hold anything, NaN too, and a share of zero does not take that away: they read 0.
             k = tl.load(k_rows + channels[None, :], mask=wanted, other=0.0)
             v = tl.load(v_rows + channels[None, :], mask=wanted, other=0.0)
-            if IS_FP8:
-                k = k.to(tl.float16)
-                v = v.to(tl.float16)
             scores = tl.where(seen[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
-            best, total, acc = fold_tile(scores, v, factor, best, total, acc)
+            best, total, acc = fold_tile(scores, v, scale, best, total, acc)
         out, lse = finish_rows(best, total, acc)
         place = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         tl.store(outs_ptr + place[:, None] * HEAD_DIM + channels[None, :], out, mask=held)
@@ -238,7 +234,8 @@ def paged_decode(
     """
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_plane.shape[1:3]
-    tiles = tiles or decode_tiles(head_dim)
+    is_fp8 = k_plane.dtype == FP8
+    tiles = tiles or decode_tiles(head_dim, plan.most_items * num_kv_heads, is_fp8=is_fp8)
     assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
     assert plan.split == tiles.split, "the plan has other splits"
     assert tiles.split % tiles.keys == 0
@@ -256,7 +253,16 @@ def paged_decode(
     outs = torch.empty((plan.most_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty((plan.most_items, num_heads), dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
-    _attend_splits_kernel[(min(plan.most_items * num_kv_heads, tiles.most_programs),)](
+    kernel = attend_fp8_splits_kernel if is_fp8 else _attend_splits_kernel
+    width = max(16, triton.next_power_of_2(head_dim))
+    of_fp8 = {}
+    if is_fp8:
+        assert head_dim % 2 == 0
+        assert all(stride % 2 == 0 for stride in k_plane.stride()[:3])
+        k_plane, v_plane = k_plane.view(torch.int16), v_plane.view(torch.int16)
+        width = max(16, width // 2)
+        of_fp8 = {"PACKED": not knobs.runtime.interpret}
+    kernel[(min(plan.most_items * num_kv_heads, tiles.most_programs),)](
         q,
         k_plane,
         v_plane,
@@ -282,8 +288,8 @@ def paged_decode(
         SPLIT=tiles.split,
         KEYS=tiles.keys,
         M=max(16, triton.next_power_of_2(group)),
-        WIDTH=max(16, triton.next_power_of_2(head_dim)),
-        IS_FP8=k_plane.dtype == FP8,
+        WIDTH=width,
+        **of_fp8,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

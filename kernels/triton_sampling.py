@@ -87,7 +87,8 @@ def _above(logits_ptr, vocab_size, key, most, scale, WIDTH: tl.constexpr):
     above = tl.zeros((WIDTH,), tl.int32)
     equal = tl.zeros((WIDTH,), tl.int32)
     mass = tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, vocab_size, WIDTH):
+    # One program goes over all of a row, dozens of times: without loads ahead it would wait for each of them.
+    for start in tl.range(0, vocab_size, WIDTH, num_stages=4):
         x = tl.load(logits_ptr + start + steps, mask=start + steps < vocab_size, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         keys = _ordered(x)

@@ -1,12 +1,13 @@
 """Rows of paged attention: decode over ragged and equal histories, and chunks of a prompt over what came before."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_fit
 from kernels.triton_paged_decode import (
     DecodePlan,
     DecodeRows,
@@ -104,24 +105,17 @@ def decode_rows() -> list[Row]:
 
 def _decode_row(name: str, shape: Shape, lengths: list[int]) -> Row:
     tokens = sum(lengths)
-    small = DecodeTiles(256, 64, 4, 3)
-    wanted = [
-        *(DecodeTiles(split, 64, 4, 3) for split in (512, 1024, 2048)),
-        *(DecodeTiles(1024, 64, 4, stages) for stages in (2, 4)),
-        *(DecodeTiles(1024, 32, 4, stages) for stages in (3, 4)),
-        DecodeTiles(1024, 64, 8, 3),
-        DecodeTiles(1024, 128, 8, 2),
-        DecodeTiles(1024, 128, 4, 2),
-        *(DecodeTiles(1024, 64, 4, 3, most_programs=programs) for programs in (264, 528, 1056)),
-        *(DecodeTiles(512, keys, 4, 4) for keys in (32, 64)),
-    ]
-    sweep = [small, *wanted] if len(lengths) == 1 else wanted
+    sweep = [DecodeTiles(split, 64, 4, stages) for split in (512, 1024, 2048) for stages in (2, 3, 4)]
+    sweep += [DecodeTiles(1024, 64, 2, 2), DecodeTiles(1024, 32, 4, 2), DecodeTiles(1024, 32, 4, 3)]
+    sweep += [DecodeTiles(split, 64, 4, 2, most_programs=528) for split in (512, 1024)]
     peers: list[Way] = []
     if len(set(lengths)) == 1:
         peers = [_sdpa_decode(backend) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)]
     else:
         even = [tokens // len(lengths)] * len(lengths)
-        peers = [Way("ours, even lengths", lambda x: _decode_run(_as_inputs(x), None, even), is_peer=True)]
+        # Another question over the same blocks: what an even split of the same tokens would take.
+        run_even: Callable[[object], Run] = lambda x: _decode_run(_as_inputs(x), None, even)  # noqa: E731
+        peers = [Way("ours, even lengths", run_even, is_peer=True, exact=False)]
     return Row(
         name=f"{name} {shape}",
         make_inputs=lambda seed: make_inputs(shape, lengths, len(lengths), seed),
@@ -147,9 +141,8 @@ def _decode_way(tiles: DecodeTiles) -> Way:
 
 
 def _decode_run(x: Inputs, tiles: DecodeTiles | None, lengths: list[int] | None = None) -> Run:
-    tiles = tiles or decode_tiles(x.q.shape[2])
     lengths = lengths or x.lengths
-    plan = _plan(x, lengths, tiles)
+    plan = _plan(x, lengths, tiles or decode_tiles(x.q.shape[2]))
     return lambda: paged_decode(x.q, x.k_plane, x.v_plane, plan, x.scale, tiles=tiles)
 
 
@@ -215,46 +208,38 @@ def prefill_rows() -> list[Row]:
     ]
 
 
-def group_rows() -> list[Row]:
-    """The same by groups of warps, apart from the others: a kernel that waits for ever ends a run."""
-    rows = [_prefill_row("prefill 16K", Shape(32, 8, 128), 16_384, 16_384)]
-    rows.append(_prefill_row("prefill 8K over 128K", Shape(32, 8, 128), 131_072, 8_192))
-    rows.append(_prefill_row("prefill 16K", Shape(16, 2, 256), 16_384, 16_384))
-    ways = [Way(f"groups s{stages}", lambda x, s=stages: _group_run(_as_inputs(x), s)) for stages in (4, 3, 2)]
-    return [replace(row, ways=[ways[2], *row.ways[:1]], sweep=ways[:2]) for row in rows]
-
-
-def _group_run(x: Inputs, num_stages: int) -> Run:
+def _group_run(x: Inputs, num_stages: int | None) -> Run:
     num_rows = x.q.shape[0]
     chunks = ChunkRows(x.tables, (x.lengths[0] - num_rows,), (0, num_rows))
     plan = plan_prefill(chunks, (0,), block_size=BLOCK, rows_per_tile=ROWS_PER_TILE)
     return lambda: grouped_prefill(x.q, x.k_plane, x.v_plane, plan, x.scale, num_stages=num_stages)
 
 
+def _our_prefill_run(x: Inputs) -> Run:
+    """As kernels/triton_attention.py chooses."""
+    if is_fit(x.q.device, block_size=BLOCK, head_dim=x.q.shape[2]):
+        return _group_run(x, None)
+    return _prefill_run(x, prefill_tiles(x.q.shape[2]))
+
+
 def _prefill_row(name: str, shape: Shape, num_keys: int, num_rows: int) -> Row:
     pairs = num_rows * (num_keys - num_rows) + num_rows * (num_rows + 1) // 2
-    sweep = [
-        PrefillTiles(128, 64, 8, 3, bulk_copies=True),
+    tiles = [
+        PrefillTiles(64, 64, 4, 3, bulk_copies=True),
         PrefillTiles(128, 64, 8, 2, bulk_copies=True),
         PrefillTiles(128, 64, 8, 4, bulk_copies=True),
-        PrefillTiles(64, 64, 4, 2, bulk_copies=True),
-        PrefillTiles(64, 64, 4, 3, bulk_copies=True),
-        PrefillTiles(128, 64, 4, 2, bulk_copies=True),
         PrefillTiles(128, 32, 8, 3, bulk_copies=True),
-        PrefillTiles(128, 32, 8, 4, bulk_copies=True),
-        PrefillTiles(128, 64, 8, 3, bulk_copies=False),
-        PrefillTiles(64, 64, 4, 2, bulk_copies=False),
-        PrefillTiles(128, 128, 8, 2, bulk_copies=False),
-        PrefillTiles(128, 128, 8, 3, bulk_copies=False),
+        PrefillTiles(64, 64, 4, 3, bulk_copies=False),
     ]
+    by_groups = [Way(f"groups s{stages}", lambda x, s=stages: _group_run(_as_inputs(x), s)) for stages in (2, 3, 4)]
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     peers = [_sdpa_prefill(backend, shape, num_keys, num_rows) for backend in backends]
     return Row(
         name=f"{name} {shape}",
         make_inputs=lambda seed: make_inputs(shape, [num_keys], num_rows, seed),
         input_bytes=1 << 30,  # one set: what is read once does not stay in the cache
-        ways=[Way("ours", lambda x: _prefill_run(_as_inputs(x), None)), *peers],
-        sweep=[_prefill_way(tiles) for tiles in sweep],
+        ways=[Way("ours", lambda x: _our_prefill_run(_as_inputs(x))), *peers],
+        sweep=[*by_groups, *(_prefill_way(cut) for cut in tiles)],
         flops=4.0 * pairs * shape.heads * shape.dim,
         error=lambda out, x: _prefill_error(out, _as_inputs(x)),
     )
@@ -265,8 +250,7 @@ def _prefill_way(tiles: PrefillTiles) -> Way:
     return Way(name, lambda x: _prefill_run(_as_inputs(x), tiles))
 
 
-def _prefill_run(x: Inputs, tiles: PrefillTiles | None) -> Run:
-    tiles = tiles or prefill_tiles(x.q.shape[2])
+def _prefill_run(x: Inputs, tiles: PrefillTiles) -> Run:
     num_rows = x.q.shape[0]
     chunks = ChunkRows(x.tables, (x.lengths[0] - num_rows,), (0, num_rows))
     plan = plan_prefill(chunks, (0,), block_size=BLOCK, rows_per_tile=tiles.rows)

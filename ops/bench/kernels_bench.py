@@ -1,7 +1,8 @@
 """Kernels beside their floors and beside what one would call instead, on the card at hand. A program of its own.
 
 `python -m ops.bench.kernels_bench --parts decode,prefill --sweep --out folder` measures the card's ceilings, then each
-row of the parts, and writes kernels.json. `--parts checks` runs tests/kernels/gpu on the card instead.
+row of the parts, and writes kernels-GPU-DATE.json with the bars of ops/bench/kernels_bars.py. `--parts all` are all
+parts; `--parts checks` runs tests/kernels/gpu on the card instead.
 """
 
 # What is compiled by Triton has no types.
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,13 +29,13 @@ import triton
 import triton.language as tl
 
 from ops.bench import kernels_attention, kernels_experts, kernels_indexer, kernels_latent, kernels_recurrent
+from ops.bench.kernels_bars import as_record, format_outcomes, outcomes
 from ops.bench.kernels_timing import Ceilings, Measured, Row, format_table, measure, time_us
 
 ROOT = Path(__file__).parents[2]
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "decode": kernels_attention.decode_rows,
     "prefill": kernels_attention.prefill_rows,
-    "groups": kernels_attention.group_rows,
     "latent": kernels_latent.latent_rows,
     "indexer": kernels_indexer.indexer_rows,
     "moves": kernels_indexer.move_rows,
@@ -91,13 +93,13 @@ def run_checks() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, or checks")
+    parser.add_argument("--parts", default="all", help=f"of {', '.join(PARTS)}; or all; or checks")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="other tiles of ours too")
     parser.add_argument("--budget-s", type=float, default=220.0, help="a part's time; sweeps end with it")
-    parser.add_argument("--out", type=Path, help="folder for kernels.json")
+    parser.add_argument("--out", type=Path, help="folder for the record")
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
+    parts = list(PARTS) if arguments.parts == "all" else arguments.parts.split(",")
     status = run_checks() if "checks" in parts else 0
     parts = [part for part in parts if part != "checks"]
     if not parts:
@@ -123,6 +125,7 @@ def main() -> int:
             _write(arguments.out, ceilings, results)
     print(f"\n{torch.cuda.get_device_name()}: {asdict(ceilings)}\n")
     print(format_table(_best(results)))
+    print("\n" + format_outcomes(outcomes(results)))
     return status
 
 
@@ -148,11 +151,29 @@ def _write(folder: Path, ceilings: Ceilings, results: list[Measured]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     value = {
         "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "versions": _versions(),
         "ceilings": asdict(ceilings),
+        "bars": as_record(outcomes(results)),
         "results": [{**asdict(one), "percent_of_floor": one.percent_of_floor} for one in results],
     }
-    (folder / "kernels.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    name = f"kernels-{torch.cuda.get_device_name().split()[-1]}-{value['date']}.json"
+    (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str | int | None]:
+    found: dict[str, str | int | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    try:
+        found["fla-core"] = version("fla-core")
+    except PackageNotFoundError:
+        found["fla-core"] = None
+    return found
 
 
 if __name__ == "__main__":

@@ -79,18 +79,15 @@ def _as_experts(inputs: object) -> Experts:
 
 def _moe_sweep(num_rows: int) -> list[MoeTiles]:
     if num_rows <= 64:
-        ups = [(16, 128, 4, 4), (16, 256, 4, 3), (16, 256, 4, 4), (32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)]
-        ups += [(64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 8, 3), (32, 64, 4, 6)]
-        downs = [(32, 128, 4, 4), (32, 256, 4, 2), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (32, 512, 4, 2)]
-        usual_up, usual_down = ProductTiles(32, 128, 4, 4), ProductTiles(64, 128, 4, 4)
-        found = [MoeTiles(16, ProductTiles(*up), usual_down) for up in ups]
-        return found + [MoeTiles(16, usual_up, ProductTiles(*down)) for down in downs]
-    ups = [(64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 8, 4)]
-    downs = [(128, 64, 4, 4), (128, 64, 4, 3), (256, 64, 8, 3), (128, 128, 8, 3), (256, 64, 4, 3)]
-    found: list[MoeTiles] = []
-    for rows, (up, down) in product((64, 128), [(up, downs[0]) for up in ups] + [(ups[0], down) for down in downs[1:]]):
-        found.append(MoeTiles(rows, ProductTiles(*up), ProductTiles(*down)))
-    return found
+        cuts = [(32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)], [(64, 128, 4, 4), (64, 64, 4, 6)]
+        rows = (16,)
+    else:
+        cuts = (
+            [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)],
+            [(128, 64, 4, 3), (256, 64, 8, 3), (256, 64, 8, 4)],
+        )
+        rows = (64, 128)
+    return [MoeTiles(m, ProductTiles(*up), ProductTiles(*down)) for m, up, down in product(rows, *cuts)]
 
 
 def _tiles_name(tiles: MoeTiles) -> str:
@@ -257,7 +254,7 @@ def _sampling_row(name: str, filters: Filters, num_rows: int = 64, vocab_size: i
         return Way(title, make)
 
     # All rows run the same two kernels: their cuts are tried on the first alone.
-    cuts = ((1024, 256, 8), (512, 256, 16), (512, 128, 16), (512, 128, 8), (256, 64, 8), (1024, 512, 16))
+    cuts = ((1024, 256, 8), (512, 256, 16), (512, 128, 8), (512, 128, 4), (256, 64, 8), (256, 64, 4))
     sweep = [ours(SamplingTiles(*cut), "candidates {} head {} w{}".format(*cut)) for cut in cuts if filters.top_k]
 
     def by_torch(inputs: object) -> Run:

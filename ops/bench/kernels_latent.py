@@ -33,18 +33,14 @@ def latent_rows() -> list[Row]:
 def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
     layout = Layout(num_seqs, length, (LATENT + ROPE,), (heads, LATENT + ROPE))
     few = [
-        *(AttentionTiles(split, 64, 32, 8, 3) for split in (512, 2048)),
-        AttentionTiles(1024, 32, 32, 4, 3),
-        AttentionTiles(1024, 32, 32, 8, 4),
-        AttentionTiles(1024, 64, 32, 8, 2),
-        AttentionTiles(1024, 32, 64, 8, 3),
-        AttentionTiles(1024, 64, 16, 8, 3),
+        *(AttentionTiles(split, 64, 32, 8, 2) for split in (512, 2048)),
+        *(AttentionTiles(split, 32, 32, 4, 3) for split in (1024, 2048)),
+        AttentionTiles(1024, 64, 16, 8, 2),
     ]
     many = [
-        *(AttentionTiles(split, 32, 64, 8, 3) for split in (512, 2048)),
+        *(AttentionTiles(split, 64, 32, 8, 2) for split in (512, 2048)),
         AttentionTiles(1024, 64, 64, 8, 2),
-        AttentionTiles(1024, 64, 32, 8, 3),
-        AttentionTiles(1024, 32, 32, 8, 3),
+        AttentionTiles(1024, 32, 64, 8, 3),
     ]
     bytes_read = num_seqs * length * (LATENT + ROPE) * 2
     return Row(
@@ -98,11 +94,9 @@ def _sparse_mla_row(name: str, num_seqs: int, heads: int, length: int = 32_768, 
     layout = Layout(num_seqs, length, row, query, num_picks=num_picks, num_pools=length)
     bytes_read = num_seqs * num_picks * (LATENT + ROPE) * 2
     sweep = [
-        *(AttentionTiles(split, 32, 64, 8, 3) for split in (256, 512, 2048)),
+        *(AttentionTiles(split, 64, 32, 8, 2) for split in (256, 512, 2048)),
         AttentionTiles(1024, 64, 64, 8, 2),
-        *(AttentionTiles(split, 64, 32, 8, 3) for split in (512, 1024)),
-        AttentionTiles(1024, 32, 32, 8, 3),
-        AttentionTiles(1024, 32, 32, 4, 3),
+        AttentionTiles(1024, 32, 64, 8, 3),
     ]
     return Row(
         name=f"{name} {heads} heads",

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportPrivateImportUsage=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.mamba2 import mamba2_chunk as mamba2_chunk_in_torch
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_causal_conv import causal_conv_chunk, causal_conv_step
-from kernels.triton_delta_chunk import delta_chunk
+from kernels.triton_delta_chunk import TERMS_TILES, TermsTiles, delta_chunk
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_delta_scan import ScanTiles
+from kernels.triton_delta_scan import SCAN_TILES, ScanTiles
 from kernels.triton_mamba2 import mamba2_chunk, mamba2_step
 from ops.bench.kernels_timing import DEVICE, Row, Run, Way, relative_error, seeded
 
@@ -222,12 +222,14 @@ def _delta_chunk_row(name: str, mixer: Mixer, num_rows: int, paper_floor_us: flo
     # Products of a row and a head: two with the keys (C wide), the state's three, and two within the inner chunk.
     flops = 2.0 * num_rows * mixer.heads * (2 * 64 * DIM + 3 * DIM * DIM + 2 * 64 * DIM)
 
-    def ours(tiles: ScanTiles, warps: int | None, title: str) -> Way:
+    def ours(tiles: ScanTiles, terms: TermsTiles) -> Way:
         def make(inputs: object) -> Run:
             x = _as_delta(inputs)
-            return lambda: delta_chunk(x.rows, x.mixer, x.slots, tiles=tiles, terms_warps=warps)
+            return lambda: delta_chunk(x.rows, x.mixer, x.slots, tiles=tiles, terms_tiles=terms)
 
-        return Way(title, make)
+        cut = f"v{tiles.values} w{tiles.num_warps} s{tiles.num_stages} p{tiles.pieces}"
+        width, warps = (f"k{terms.keys} ", terms.channel_warps) if mixer.per_channel else ("", terms.head_warps)
+        return Way(f"{cut} terms {width}w{warps}", make)
 
     def in_torch(x: DeltaInputs) -> torch.Tensor:
         form = kda_chunk if mixer.per_channel else gated_delta_chunk
@@ -258,25 +260,22 @@ def _delta_chunk_row(name: str, mixer: Mixer, num_rows: int, paper_floor_us: flo
     peers = [Way("torch", by_torch, is_peer=True, capture=False, exact=False)]
     if chunk_kda is not None:
         peers.append(Way("fla", by_fla, is_peer=True))
-    sweep = [
-        ours(ScanTiles(values, warps, stages), terms, f"v{values} w{warps} s{stages} terms w{terms}")
-        for values, warps, stages, terms in [
-            (64, 4, 1, 8),
-            (64, 4, 3, 8),
-            (64, 8, 2, 8),
-            (128, 8, 2, 8),
-            (32, 4, 2, 8),
-            (32, 4, 3, 8),
-            (64, 4, 2, 4),
-            (64, 4, 2, 8),
-            (64, 4, 2, 16),
-        ]
+    scans = [
+        ScanTiles(64, 4, 3, 1),
+        ScanTiles(64, 4, 3, 2),
+        ScanTiles(64, 4, 3, 8),
+        ScanTiles(64, 4, 2),
+        ScanTiles(64, 4, 2, 1),
     ]
+    scans += [] if mixer.per_channel else [ScanTiles(64, 4, 4), ScanTiles(32, 4, 3), ScanTiles(32, 4, 4)]
+    cuts = [(4, 16), (8, 32), (8, 64)] if mixer.per_channel else [(8, 32)]
+    sweep = [ours(scan, TERMS_TILES) for scan in scans]
+    sweep += [ours(SCAN_TILES, TermsTiles(warps, warps, keys)) for warps, keys in cuts]
     return Row(
         name,
         lambda seed: _make_delta(mixer, num_rows, 1, seed),
         2.0 * num_rows * (mixer.channels + mixer.decay_width),
-        [ours(ScanTiles(64, 4, 2), None, "ours"), *peers],
+        [replace(ours(SCAN_TILES, TERMS_TILES), name="ours"), *peers],
         sweep,
         read_bytes=2.0 * num_rows * (mixer.channels + mixer.decay_width),
         written_bytes=2.0 * num_rows * mixer.heads * DIM,
@@ -337,8 +336,8 @@ def _mamba2_chunk_row(num_rows: int, paper_floor_us: float) -> Row:
         f"Mamba2 prefill {num_rows // 1024}K",
         lambda seed: _make_mamba2(num_rows, 1, seed),
         2.0 * num_rows * (8192 + 2048 + 128),
-        [ours(4, 3, "ours"), Way("torch", by_torch, is_peer=True, capture=False, exact=False)],
-        [ours(warps, stages, f"w{warps} s{stages}") for warps, stages in ((4, 1), (4, 2), (4, 4), (8, 2), (8, 3))],
+        [ours(4, 4, "ours"), Way("torch", by_torch, is_peer=True, capture=False, exact=False)],
+        [ours(warps, stages, f"w{warps} s{stages}") for warps, stages in ((4, 3), (4, 5))],
         read_bytes=2.0 * num_rows * (8192 + 2048 + 128),
         written_bytes=2.0 * num_rows * 8192,
         error=error,

@@ -97,6 +97,18 @@ def bench(
 
 
 @app.command(context_settings=HELP_NAMES)
+def kernels(
+    parts: Annotated[str | None, typer.Option("--parts", help="Some of them, by commas; `checks` for parity.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Other tiles too.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of the result.")] = RESULTS,
+) -> None:
+    """Measure every Triton kernel on the card here, beside its floor and its peers; prints a table, writes a JSON."""
+    command = [sys.executable, "-m", "ops.bench.kernels_bench", "--out", str(results)]
+    command += (["--parts", parts] if parts else []) + (["--sweep"] if sweep else [])
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@app.command(context_settings=HELP_NAMES)
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Session files, Mooncake traces, folders of them.")],
     budget: Annotated[

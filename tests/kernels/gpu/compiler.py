@@ -38,12 +38,12 @@ class MachineCode:
     num_warps: int
     instructions: Counter[str]  # by the first part of the mnemonic
 
-    def check(self) -> None:
-        """Raises AssertionError where the kernel would not start on an sm_90, or spills."""
+    def check(self, most_stack_bytes: int) -> None:
+        """Raises AssertionError where the kernel would not start on an sm_90, or spills more than this a thread."""
         assert self.shared_bytes <= MOST_SHARED_BYTES, f"{self.name}: {self.shared_bytes:,} bytes of shared memory"
-        assert self.stack_bytes == 0, f"{self.name}: {self.stack_bytes} bytes of stack a thread"
+        assert self.stack_bytes <= most_stack_bytes, f"{self.name}: {self.stack_bytes} bytes of stack a thread"
         spills = {op: self.instructions[op] for op in ("LDL", "STL") if self.instructions[op]}
-        assert not spills, f"{self.name}: {spills}"
+        assert not spills or most_stack_bytes, f"{self.name}: {spills}"
         assert self.registers * self.num_warps * 32 <= MOST_REGISTERS, f"{self.name}: {self.registers} registers"
 
 
@@ -126,7 +126,7 @@ def inspect_kernel(kernel: Any) -> MachineCode:
 
 
 @contextmanager
-def machine_code() -> Generator[Collected]:
+def machine_code(most_stack_bytes: int = 0) -> Generator[Collected]:
     """Collects the kernels that are called inside, and checks each of them at the end."""
     collected = Collected()
     _collecting.append(collected)
@@ -136,7 +136,7 @@ def machine_code() -> Generator[Collected]:
         _collecting.remove(collected)
     assert collected.kernels, "no kernel was called"
     for kernel in collected.kernels:
-        kernel.check()
+        kernel.check(most_stack_bytes)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -38,7 +38,7 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
     k, v = (plane(64, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     with machine_code() as code:
         paged_decode(ids(2, heads, head_dim, dtype=BF16), k, v, decode_plan(1024), head_dim**-0.5)
-    kernel = code.of("_attend_splits_kernel")
+    kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
     assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
 
@@ -46,8 +46,8 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (9, 3, 64), (32, 8, 80)])
 def test_paged_prefill(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
-    tiles = prefill_tiles(head_dim)
-    plan = plan_prefill(ChunkRows(ids(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=tiles.rows)
+    chunks = ChunkRows(ids(1, 64), (64,), (0, 1000))
+    plan = plan_prefill(chunks, (0,), block_size=64, rows_per_tile=prefill_tiles(head_dim).rows)
     with machine_code() as code:
         paged_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, head_dim**-0.5)
     kernel = code.of("_attend_chunk_kernel")
@@ -57,11 +57,12 @@ def test_paged_prefill(heads, kv_heads, head_dim):
 
 
 @pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
-def test_prefill_by_groups_of_warps():
-    k, v = (plane(64, 8, 128) for _ in range(2))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (9, 3, 64)])
+def test_prefill_by_groups_of_warps(heads, kv_heads, head_dim):
+    k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
     plan = plan_prefill(ChunkRows(ids(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
     with machine_code() as code:
-        grouped_prefill(ids(1000, 32, 128, dtype=BF16), k, v, plan, 0.1)
+        grouped_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, 0.1)
     kernel = code.of("_attend_chunk_kernel")
     assert kernel.instructions["HGMMA"]
     assert kernel.instructions["UTMALDG"]
@@ -69,16 +70,9 @@ def test_prefill_by_groups_of_warps():
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent_dim", "rope_dim", "matrix"),
-    [
-        (16, 512, 64, "HMMA"),
-        (32, 512, 64, "HMMA"),
-        (64, 512, 64, "HGMMA"),
-        (128, 512, 64, "HGMMA"),
-        (32, 512, 0, "HMMA"),
-    ],
+    ("heads", "latent_dim", "rope_dim"), [(16, 512, 64), (32, 512, 64), (128, 512, 64), (32, 512, 0)]
 )
-def test_latent_attention(heads, latent_dim, rope_dim, matrix):
+def test_latent_attention(heads, latent_dim, rope_dim):
     latents = plane(64, latent_dim + rope_dim)
     q = ids(2, heads, latent_dim + rope_dim, dtype=BF16)
     selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), ids(2, 2048))
@@ -86,7 +80,8 @@ def test_latent_attention(heads, latent_dim, rope_dim, matrix):
         mla_decode(q, latents, decode_plan(1024), latent_dim=latent_dim, scale=0.1)
         sparse_mla_decode(q, latents, selected, latent_dim=latent_dim, scale=0.1)
     for name in ("_latent_splits_kernel", "_latent_selected_kernel"):
-        assert code.of(name).instructions[matrix]
+        assert code.of(name).instructions["HGMMA"]
+        assert not code.of(name).instructions["HMMA"]
         assert code.of(name).instructions["LDGSTS"]
 
 
