@@ -94,17 +94,18 @@ class TieredCache:
         """Transfers keep blocks on the device that will be free again without anybody's doing."""
         return bool(self.restorer.in_flight) or not self.writedown.is_idle
 
-    def poll(self, now: float, unix_s: float) -> None:
+    def poll(self, now: float, unix_s: float, *, is_busy: bool) -> None:
         """Takes in what has arrived, and plans what may be written next.
 
         Args:
             now: seconds of a clock that only grows.
             unix_s: seconds since the epoch, for what outlives the process.
+            is_busy: steps have something to compute, and should not be slowed by what nobody waits for.
         """
         self.device.tree.time_s = unix_s
         self._now = now
         self.mover.poll()
-        self.writedown.pump(now)
+        self.writedown.pump(now, is_busy=is_busy)
         if self.disk is not None and not self._is_probing and self.gates["disk"].wants_probe(now):
             self._probe(self.disk)
 

@@ -23,6 +23,7 @@ from tiers.tree import Node
 
 MAX_OFFERS = 1024  # remembered at a time
 BATCH_BYTES = 32 << 20  # of images written and committed together
+BUSY_BATCH_BYTES = 4 << 20  # the same where coding takes its time from steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class WriteLimits:
 
     dirty_bytes: int  # held by batches that are not committed
     bytes_per_s: int | None
+    busy_bytes_per_s: int | None = None  # while steps want the cores that code the records
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class WriteDown:
         self._num_batches = 0
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
+        self._batch_bytes = BATCH_BYTES
 
     @property
     def is_idle(self) -> bool:
@@ -113,9 +116,9 @@ class WriteDown:
             self._offers.popitem(last=False)
             self.stats.dropped_offers += 1
 
-    def pump(self, now: float) -> None:
+    def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
-        self._refill(now)
+        self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
         while self._offers and self.dirty_bytes < self.limits.dirty_bytes and self._allowance > 0:
             node = next(iter(self._offers))
             batch = self._plan(node)
@@ -156,11 +159,14 @@ class WriteDown:
             not node.has_state or node.host_state is not None
         )
 
-    def _refill(self, now: float) -> None:
-        rate = self.limits.bytes_per_s
-        if rate is None:
+    def _refill(self, now: float, busy_rate: int | None) -> None:
+        rates = [rate for rate in (self.limits.bytes_per_s, busy_rate) if rate is not None]
+        self._batch_bytes = BATCH_BYTES if busy_rate is None else BUSY_BATCH_BYTES
+        if not rates:
             self._allowance = float(BATCH_BYTES)
+            self._allowed_at = now
             return
+        rate = min(rates)
         elapsed = 1.0 if self._allowed_at is None else now - self._allowed_at
         self._allowance = min(self._allowance + elapsed * rate, float(rate))
         self._allowed_at = now
@@ -185,7 +191,7 @@ class WriteDown:
             if above.parent is None:
                 break  # went to make room in the host tier
             size = self.device.layout.slot_bytes if is_state else self.device.layout.block_bytes
-            if writes and num_bytes + size > BATCH_BYTES:
+            if writes and num_bytes + size > self._batch_bytes:
                 break
             write = self._write(resources, above, is_state=is_state)
             if write is None:

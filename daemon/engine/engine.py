@@ -117,7 +117,8 @@ class Engine:
         """One turn: decode rows for everyone past the prompt, then a slice of one prompt's chunk."""
         now = self.clock()
         unix_s = self.unix_clock()
-        self.cache.poll(now, unix_s)
+        is_busy = bool(self.scheduler.running) and not self.warming.writing and not self.questions.flushes
+        self.cache.poll(now, unix_s, is_busy=is_busy)
         self.warming.poll(now, unix_s)
         self.questions.poll(unix_s)
         self._expire(now)

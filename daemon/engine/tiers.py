@@ -25,6 +25,7 @@ from tiers.worth import Appraiser
 from tiers.writedown import WriteLimits
 
 DISK_BYTES = 16 << 30  # quota where none is named
+BUSY_BYTES_PER_S = 32 << 20  # of images coded beside steps on the same cores: some hundredths of one core
 NUM_READERS = 2  # threads that restore; a read of many records is shared between them
 
 log = logging.getLogger("downcore.engine")
@@ -100,7 +101,8 @@ def make_cache(
     if store is not None:
         disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
-    limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s)
+    shares_cores = pools.blocks.device.type == "cpu"
+    limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s, BUSY_BYTES_PER_S if shares_cores else None)
     return TieredCache(
         device,
         DeviceTransfer(pools, arena),

@@ -76,7 +76,7 @@ class PreemptingProbe(Probe):
         assert host is not None
         while not engine.cache.is_settled:  # what is being written down would stay on the device
             time.sleep(0.001)
-            engine.cache.poll(engine.clock(), engine.unix_clock())
+            engine.cache.poll(engine.clock(), engine.unix_clock(), is_busy=False)
         before = self.draw_of(sequence, None)
         num_free = host.chunks.num_free
         engine.scheduler.preempt(sequence)
