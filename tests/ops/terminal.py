@@ -25,7 +25,7 @@ def at_terminal(server: Path, *arguments: str, typed: str = "", columns: int = 1
         if not piece:
             break
         shown += piece
-        if not answered and b"[y/N]" in shown:
+        if not answered and b"[y/N]: " in shown:  # whole, so that what is typed is not echoed inside it
             os.write(terminal, typed.encode() + b"\n")
             answered = True
     os.close(terminal)
