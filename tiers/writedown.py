@@ -23,7 +23,7 @@ from tiers.tree import Node
 
 MAX_OFFERS = 1024  # remembered at a time
 BATCH_BYTES = 32 << 20  # of images written and committed together
-BUSY_BATCH_BYTES = 4 << 20  # the same where coding takes its time from steps
+BUSY_BATCH_BYTES = 16 << 20  # the same where coding takes its time from steps: a commit costs as much as a few MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class WriteDown:
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
         self._batch_bytes = BATCH_BYTES
+        self._least_allowance = 1
 
     @property
     def is_idle(self) -> bool:
@@ -119,7 +120,7 @@ class WriteDown:
     def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
         self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
-        while self._offers and self.dirty_bytes < self.limits.dirty_bytes and self._allowance > 0:
+        while self._offers and self.dirty_bytes < self.limits.dirty_bytes and self._allowance >= self._least_allowance:
             node = next(iter(self._offers))
             batch = self._plan(node)
             if batch is None:
@@ -161,14 +162,18 @@ class WriteDown:
 
     def _refill(self, now: float, busy_rate: int | None) -> None:
         rates = [rate for rate in (self.limits.bytes_per_s, busy_rate) if rate is not None]
-        self._batch_bytes = BATCH_BYTES if busy_rate is None else BUSY_BATCH_BYTES
+        if busy_rate is None:
+            self._batch_bytes, self._least_allowance = BATCH_BYTES, 1
+        elif self._batch_bytes != BUSY_BATCH_BYTES:  # steps have begun: what idleness allowed is gone
+            self._batch_bytes = self._least_allowance = BUSY_BATCH_BYTES
+            self._allowance = 0.0
         if not rates:
             self._allowance = float(BATCH_BYTES)
             self._allowed_at = now
             return
         rate = min(rates)
         elapsed = 1.0 if self._allowed_at is None else now - self._allowed_at
-        self._allowance = min(self._allowance + elapsed * rate, float(rate))
+        self._allowance = min(self._allowance + elapsed * rate, float(max(rate, self._least_allowance)))
         self._allowed_at = now
 
     def _plan(self, node: Node) -> Batch | None:

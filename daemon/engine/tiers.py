@@ -25,7 +25,7 @@ from tiers.worth import Appraiser
 from tiers.writedown import WriteLimits
 
 DISK_BYTES = 16 << 30  # quota where none is named
-BUSY_BYTES_PER_S = 32 << 20  # of images coded beside steps on the same cores: some hundredths of one core
+BUSY_BYTES_PER_S = 8 << 20  # of images coded beside steps on the same cores
 NUM_READERS = 2  # threads that restore; a read of many records is shared between them
 
 log = logging.getLogger("downcore.engine")
