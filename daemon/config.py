@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_path: Annotated[str | None, Meta(description="directory of the disk tier; without it there is none")] = None
     disk_bytes: Annotated[int | None, Meta(description="the most that du may say of it; without it 16 GiB")] = None
     write_bytes_per_s: Annotated[
-        int | None, Meta(description="how fast blocks are written down to disk; without it unlimited")
+        int | None, Meta(description="bytes written down to disk a second; without it all, and few beside steps")
     ] = None
     break_even: Annotated[
         bool, Meta(description="load a prefix from a lower tier only where computing it would take longer")

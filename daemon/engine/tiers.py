@@ -101,7 +101,7 @@ def make_cache(
     if store is not None:
         disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
-    shares_cores = pools.blocks.device.type == "cpu"
+    shares_cores = pools.blocks.device.type == "cpu" and config.write_bytes_per_s is None
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s, BUSY_BYTES_PER_S if shares_cores else None)
     return TieredCache(
         device,

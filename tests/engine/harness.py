@@ -107,7 +107,14 @@ class Harness:
         self.other: list[ToFront] = []
         layout = self.model.layout(block_size)
         host_bytes = num_chunks * layout.block_bytes
-        settings = {"max_sequences": 16, "growth_window": 8, "host_bytes": host_bytes, "break_even": False, **config}
+        settings = {
+            "max_sequences": 16,
+            "growth_window": 8,
+            "host_bytes": host_bytes,
+            "break_even": False,
+            "write_bytes_per_s": 1 << 40,
+            **config,
+        }
         self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
         self.mover = ManualMover(slow)
