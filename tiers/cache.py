@@ -133,6 +133,14 @@ class TieredCache:
         verdict = self.gates[slowest].decide(sum(num_bytes.values()), flops)
         return verdict if self.costs.is_gated else replace(verdict, is_load=True, deadline_s=None)
 
+    def refused(self, match: Match) -> None:
+        """A prompt was admitted without the deeper part of its match, since computing it is faster."""
+        assert match.deeper is not None
+        if any(node.host_block is None and node.block_id is None for node in match.deeper.nodes):
+            self.disk_refusals += 1
+        else:
+            self.host_refusals += 1
+
     def block_bytes_in(self, node: Node) -> int:
         """Bytes to be moved for a node's block, from its fastest tier; on the device, as it lies there."""
         if node.block_id is not None or node.host_block is not None or node.disk_block is None:

@@ -266,7 +266,12 @@ class WriteDown:
                 batch.refs = disk.store.write(records, last_use=last_use)
             batch.took_s = time.perf_counter() - began
 
-        return Job(Priority.WRITE_DOWN, work, lambda error: self._done(batch, error))
+        def done(error: Exception | None) -> None:
+            if disk is not None and error is not None:
+                disk.keep_garbage(garbage)  # deleting again what is gone already harms nobody
+            self._done(batch, error)
+
+        return Job(Priority.WRITE_DOWN, work, done)
 
     def _image(self, write: Write, fence: Fence) -> memoryview:
         """The image for the disk, after what is to stay in the host tier has been copied there."""

@@ -290,6 +290,8 @@ class Scheduler:
             sequence.restore = self.cache.fetch(match)
             sequence.restore_until = now + min(self.restore_timeout_s, verdict.deadline_s or inf)
             return Admitted(sequence, match)
+        if verdict is not None and not verdict.is_load:
+            self.cache.refused(match)
         resumed_at = match.nodes[-1] if match.nodes else None
         sequence.block_table = device.hold_prefix(sequence.resources, match)
         sequence.nodes = list(match.nodes)

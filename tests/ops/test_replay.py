@@ -29,7 +29,7 @@ def replayed() -> Replayed:
 def test_requests_of_sub_agents_are_read_and_all_are_in_the_order_of_their_times(tmp_path: Path) -> None:
     entries = [
         {"t": 0.0, "type": "n", "in": 130, "out": 1, "hash_ids": [1, 2]},
-        {"t": 4.0, "type": "subagent", "requests": [{"t": 4.5, "in": 70, "out": 1, "hash_ids": [9]}]},
+        {"t": 4.0, "type": "nested", "requests": [{"t": 4.5, "in": 70, "out": 1, "hash_ids": [9]}]},
         {"t": 2.0, "type": "s", "in": 200, "out": 1, "hash_ids": [1, 2, 3]},
     ]
     (tmp_path / "one.json").write_text(json.dumps({"block_size": 64, "requests": entries}))
