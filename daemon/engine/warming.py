@@ -95,7 +95,7 @@ class Warming:
         for request_id, job in list(self.writing.items()):
             if job.node.parent is None:
                 self._reject(job, ErrorReason.NO_CAPACITY, "the prefix was evicted before it could be written")
-            elif self._is_there(job):
+            elif self._is_in(job.node, job.warm.tier):
                 self._finish(job, unix_s)
             elif now >= job.until or self.cache.writedown.is_idle:
                 self._reject(job, ErrorReason.TIER_UNAVAILABLE, f"the {job.warm.tier} tier did not take the prefix")
@@ -103,30 +103,26 @@ class Warming:
                 continue
             del self.writing[request_id]
 
-    def _is_there(self, job: Writing) -> bool:
-        path = job.node.path()
-        match job.warm.tier:
+    def _is_in(self, node: Node, tier: TierName) -> bool:
+        """The path down to the node, and the checkpoint there if it has one, are in the tier."""
+        match tier:
             case TierName.DEVICE:
-                return True
+                return True  # it was computed there this moment
             case TierName.HOST:
-                has_state = not job.node.has_state or job.node.host_state is not None
-                return has_state and all(node.host_block is not None for node in path)
+                has_state = not node.has_state or node.host_state is not None
+                return has_state and all(above.host_block is not None for above in node.path())
             case TierName.DISK:
-                has_state = not job.node.has_state or job.node.disk_state is not None
-                return has_state and all(node.disk_block is not None for node in path)
+                has_state = not node.has_state or node.disk_state is not None
+                return has_state and all(above.disk_block is not None for above in node.path())
 
     def _finish(self, job: Writing, unix_s: float) -> None:
         warm, node = job.warm, job.node
-        path = node.path()
         expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
         if warm.pin:
             self.prefixes.pin(node, expires)
         elif expires is not None:
             self.prefixes.times_to_live[node] = expires
-        size = self.prefixes.bytes_of(path)
-        is_durable = all(above.disk_block is not None for above in path) and (
-            not node.has_state or node.disk_state is not None
-        )
+        size = self.prefixes.bytes_of(node.path())
         self.send(
             WarmDone(
                 request_id=warm.request_id,
@@ -134,7 +130,7 @@ class Warming:
                 tokens=node.depth * self.cache.device.layout.block_size,
                 cached_tokens=job.cached_tokens,
                 bytes=BytesByTier(size.device, size.host, size.disk),
-                durable=is_durable,
+                durable=self._is_in(node, TierName.DISK),
                 pinned=warm.pin,
                 expires_time_s=expires,
             )

@@ -358,3 +358,17 @@ def test_a_quota_that_is_exceeded_evicts_the_namespace_alone() -> None:
     assert 0 < harness.device.tree.charged["a"] <= limit
     assert harness.device.tree.charged["b"] == before
     harness.assert_idle_books()
+
+
+def test_what_a_failed_batch_was_to_delete_is_deleted_later() -> None:
+    store = MemoryStore()
+    harness = Harness(store=store)
+    store.quota_bytes = 12 * harness.device.layout.block_bytes + 5 * (HEADER_BYTES + 64)
+    serve(harness, "first", prompt_of(2 * GRID + 1, 1))
+    serve(harness, "second", prompt_of(2 * GRID + 1, 2))
+    store.fails = lambda what, head: OSError("no") if what == "write" else None
+    for seed in range(3, 6):
+        serve(harness, f"failing{seed}", prompt_of(2 * GRID + 1, seed))
+    store.fails = lambda what, head: None
+    serve(harness, "last", prompt_of(2 * GRID + 1, 9))
+    harness.assert_idle_books()
