@@ -26,16 +26,12 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
-def mallinfo(libc: ctypes.CDLL) -> Any:
-    """The C library's own account."""
-    libc.mallinfo2.restype = Mallinfo
-    return libc.mallinfo2()
-
-
 def report(*_: object) -> None:
     """One line on stderr: `allocated: BYTES BLOCKS`."""
     gc.collect()
-    found = mallinfo(ctypes.CDLL(None))
+    libc: Any = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo
+    found = libc.mallinfo2()
     print(f"allocated: {found.uordblks + found.hblkhd} {sys.getallocatedblocks()}", file=sys.stderr, flush=True)
 
 
