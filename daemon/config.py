@@ -30,21 +30,29 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ValueError: a value is out of its bounds; the message names the field and the bounds.
     """
 
-    model_path: str
-    load_format: LoadFormat = LoadFormat.SAFETENSORS
-    seed: int = 0  # of dummy weights
-    dtype: str = "auto"  # auto: the checkpoint's; or float32, bfloat16
-    device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
-    threads: int | None = None  # CPU threads of the forward; None: all cores
-    block_size: int = 64  # tokens
-    grid: int | None = None  # tokens; None: 1,024 on a CPU, 4,096 on a GPU
-    pool_bytes: int | None = None  # device budget for blocks and slots; None: a share of what is free
-    max_context_tokens: int | None = None  # None: the model's own limit
-    max_sequences: int = 64  # admitted at a time, prefilling or decoding
-    max_queue: int = 1024  # requests that wait for admission
-    growth_window: int = 512  # tokens reserved ahead of each sequence at admission
-    slice_ms: float = 15.0  # longest stretch of a prefill between two decode steps, checked at the forward's pauses
-    pin_fraction: float = 0.0  # of the blocks, the most that pins may bind
+    model_path: Annotated[str, Meta(description="Hugging Face snapshot folder")]
+    load_format: Annotated[
+        LoadFormat, Meta(description="safetensors, or dummy: weights made from the seed and config.json")
+    ] = LoadFormat.SAFETENSORS
+    seed: Annotated[int, Meta(description="of dummy weights")] = 0
+    dtype: Annotated[str, Meta(description="auto (the checkpoint's), float32 or bfloat16")] = "auto"
+    device: Annotated[str, Meta(description="auto (cuda where there is one), cpu, cuda or cuda:N")] = "auto"
+    threads: Annotated[int | None, Meta(description="CPU threads of the forward; without it all cores")] = None
+    block_size: Annotated[int, Meta(description="tokens of a block")] = 64
+    grid: Annotated[
+        int | None, Meta(description="tokens of a prefill chunk; without it 1,024 on a CPU, 4,096 on a GPU")
+    ] = None
+    pool_bytes: Annotated[
+        int | None, Meta(description="device memory for blocks and slots; without it a share of what is free")
+    ] = None
+    max_context_tokens: Annotated[int | None, Meta(description="longest sequence; without it the model's limit")] = None
+    max_sequences: Annotated[int, Meta(description="admitted at a time, prefilling or decoding")] = 64
+    max_queue: Annotated[int, Meta(description="requests that wait for admission")] = 1024
+    growth_window: Annotated[int, Meta(description="tokens reserved ahead of each sequence at admission")] = 512
+    slice_ms: Annotated[
+        float, Meta(description="longest stretch of a prefill between two decode steps, seen at the forward's pauses")
+    ] = 15.0
+    pin_fraction: Annotated[float, Meta(description="of the blocks, the most that pins may bind")] = 0.0
     policy: Annotated[EvictionPolicy, Meta(description="what goes first from a full tier: marconi or lru")] = (
         EvictionPolicy.MARCONI
     )
@@ -65,6 +73,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dirty_bytes: Annotated[
         int, Meta(description="most bytes waiting to be written down; beyond it writes are dropped")
     ] = 256 << 20
+    flush_window_s: Annotated[
+        float, Meta(description="how long an ending engine may write down what the disk tier lacks")
+    ] = 15.0
 
     def __post_init__(self) -> None:
         _within("block_size", self.block_size, 1, 1024)
@@ -95,6 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _within("write_bytes_per_s", self.write_bytes_per_s, 1 << 20, 1 << 40)
         _within("restore_timeout_s", self.restore_timeout_s, 0.0, 3600.0)
         _within("dirty_bytes", self.dirty_bytes, 1 << 20, 1 << 40)
+        _within("flush_window_s", self.flush_window_s, 0.0, 3600.0)
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
 

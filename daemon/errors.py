@@ -16,6 +16,9 @@ class ErrorReason(StrEnum):
     QUEUE_FULL = "QUEUE_FULL"  # try again later
     NO_CAPACITY = "NO_CAPACITY"  # ended because no block was left for it
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # nobody known here calls
+    PERMISSION_DENIED = "PERMISSION_DENIED"  # the caller lacks the scope, or asks for another's namespace
+    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"  # the caller's own limit: try again when less of it is open
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     NOT_FOUND = "NOT_FOUND"
     ALREADY_EXISTS = "ALREADY_EXISTS"  # this key names a job of other content
@@ -27,6 +30,7 @@ class ErrorReason(StrEnum):
     ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"  # loading, dead or being restarted
     READER_STALLED = "READER_STALLED"  # the client took no message for too long
     TOKENIZER_TIMEOUT = "TOKENIZER_TIMEOUT"  # the prompt, or the model's template, took too long; try a smaller one
+    UNIMPLEMENTED = "UNIMPLEMENTED"  # a method of a foreign service that has no counterpart here
     INTERNAL = "INTERNAL"
 
 

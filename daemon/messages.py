@@ -4,7 +4,8 @@ Each message is a 4-byte big-endian length and that many bytes of MessagePack. B
 allocate. There is no path, no listener and no pickle: the socket is made by the front before it spawns the engine, so
 the death of either side is an end-of-file at the other.
 
-What they say about prefixes, tiers and quotas is in daemon/cache_messages.py, and part of the unions below.
+What they say about prefixes, tiers and quotas is in daemon/cache_messages.py, about blocks that come and go in
+daemon/kv_messages.py; both are part of the unions below.
 """
 
 import struct
@@ -15,6 +16,8 @@ import msgspec
 from daemon.cache_messages import CacheToEngine, CacheToFront, TierName
 from daemon.config import EngineConfig
 from daemon.errors import ErrorReason
+from daemon.kv_messages import KvToEngine, KvToFront
+from daemon.meter_messages import Loaded, Meters
 
 MAX_MESSAGE_BYTES = 64 << 20
 HEADER = struct.Struct(">I")
@@ -53,6 +56,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     """The first message of all: what to load and how large everything is."""
 
     config: EngineConfig
+    log_format: str = "auto"  # of daemon/logs.py
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +97,7 @@ class QueryKind(StrEnum):
     TIERS = "tiers"
     SEQUENCES = "sequences"
     LEDGER = "ledger"
+    METERS = "meters"  # and the tiers with them
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
@@ -176,6 +181,8 @@ class Usage(msgspec.Struct, frozen=True):
     queue_s: float
     prefill_s: float
     first_token_s: float
+    lookup_s: float = 0.0  # the end of queue_s
+    loads: tuple[Loaded, ...] = ()
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +278,25 @@ class TierRow(msgspec.Struct, frozen=True):
     host_free_bytes: int | None = None  # what the system says is free, where that is the same memory
 
 
+class TierEventKind(StrEnum):
+    """What happened to a tier."""
+
+    DEGRADED = "degraded"
+    RECOVERED = "recovered"
+    EVICTED = "evicted"  # a good part of it at once
+    QUARANTINED = "quarantined"
+    DROPPED = "dropped"  # writes were given up
+
+
+class TierEvent(msgspec.Struct, frozen=True, tag=True):
+    """Something that an operator may want to know of; sent when it has happened, at most four times a second."""
+
+    kind: TierEventKind
+    tier: TierName
+    message: str
+    count: int
+
+
 class SequenceRow(msgspec.Struct, frozen=True):
     """One sequence as the engine sees it, a Warm's too.
 
@@ -290,6 +316,7 @@ class SequenceRow(msgspec.Struct, frozen=True):
     age_s: float
     preemptions: int
     max_tokens: int
+    namespace: str = ""
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
@@ -311,10 +338,14 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     ledger: tuple[LedgerRow, ...] = ()
     balanced: bool = True
     findings: tuple[str, ...] = ()
+    meters: Meters | None = None
 
 
-ToEngine = Configure | Submit | Abort | StopSequence | Query | Shutdown | CacheToEngine
-ToFront = Loading | Ready | LoadFailed | Pulse | Started | StepOutput | Rejected | Answer | CacheToFront
+ToEngine = Configure | Submit | Abort | StopSequence | Query | Shutdown | CacheToEngine | KvToEngine
+ToFront = (
+    Loading | Ready | LoadFailed | Pulse | Started | StepOutput | Rejected | Answer | TierEvent
+    | CacheToFront | KvToFront
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -17,13 +17,14 @@ PACKAGES = ("kernels", "tiers", "daemon", "ops")
 # What each part may import of ours. Longest prefix first decides, for both sides.
 MAY_IMPORT = {
     "kernels": {"kernels"},
-    "tiers": {"tiers", "kernels"},
+    "tiers": {"tiers", "tiers.meters", "kernels"},
+    "tiers.meters": set(),  # plain counters, which the front counts with as well
     "daemon": {"daemon", "tiers", "kernels", "downcore"},
     "daemon.models": {"daemon.models", "daemon.layers", "daemon.weights", "daemon", "tiers", "kernels"},
     "daemon.layers": {"daemon.layers", "daemon", "tiers", "kernels"},
     "daemon.weights": {"daemon.weights", "daemon.models", "daemon.layers", "daemon", "tiers", "kernels"},
-    "daemon.__main__": {"daemon.front"},
-    "daemon.front": {"daemon.front", "daemon", "downcore"},
+    "daemon.__main__": {"daemon.front", "daemon"},
+    "daemon.front": {"daemon.front", "daemon", "tiers.meters", "downcore"},
     "daemon.engine": {
         "daemon.engine",
         "daemon.models",
@@ -31,6 +32,7 @@ MAY_IMPORT = {
         "daemon.weights",
         "daemon",
         "tiers",
+        "tiers.meters",
         "kernels",
     },
     "ops": {"ops", "ops.bench", "tiers", "downcore"},  # it reads the disk tier's records; tiers.* without torch
@@ -39,7 +41,7 @@ MAY_IMPORT = {
 PARTS = sorted({*MAY_IMPORT, "downcore"}, key=len, reverse=True)
 
 # Within tiers only these may import torch or kernels.
-TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer"}
+TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer", "tiers.streamed"}
 # Decisions are functions of what they are given: no torch and no clock.
 TIMELESS = {"daemon.engine.scheduler", "tiers.tree", "tiers.eviction", "tiers.layout", "tiers.ledger"}
 # Run as programs of their own: beside the served model, and on an accelerator.
@@ -48,8 +50,8 @@ OPS_WITH_TORCH = ("ops.bench.reference", "ops.bench.kernels")
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"torch.load", "torch.save"}
 # The command line imports the module of the one command that runs, the loader that of the one family, the choice of
-# kernels Triton's where there is a card.
-DYNAMIC_IMPORTS = {"ops.cli.main", "daemon.models.load", "kernels.dispatch"}
+# kernels Triton's where there is a card, the front the gateway's messages where a setting asks for them.
+DYNAMIC_IMPORTS = {"ops.cli.main", "daemon.models.load", "kernels.dispatch", "daemon.front.gateway"}
 
 MOST_LINES = 420
 LONG_FILES: dict[str, str] = {}  # file: why it is longer

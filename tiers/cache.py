@@ -16,6 +16,7 @@ from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
 from tiers.history import History
 from tiers.host import HostTier
 from tiers.match import Match
+from tiers.meters import LOOKUP_BOUNDS_S, EvictionReason, Histogram, TierMeters
 from tiers.mover import Job, Mover, Priority
 from tiers.resources import Resources
 from tiers.restore import Restore, Restorer
@@ -62,6 +63,8 @@ class TieredCache:
         self.mover = mover
         self.costs = costs
         self.history = History()
+        self.lookup_s = Histogram(LOOKUP_BOUNDS_S)
+        self.last_lookup_s = 0.0
         self.forgotten: Callable[[list[Node]], None] = _nobody_asks  # told of nodes that are out of the tree
         self.gates = {name: BreakEvenGate(costs.prefill) for name in self.names if name != "device"}
         self.restorer = Restorer(
@@ -83,6 +86,12 @@ class TieredCache:
         """The tiers there are, fastest first."""
         host, disk = ("host",) if self.host is not None else (), ("disk",) if self.disk is not None else ()
         return ("device", *host, *disk)
+
+    @property
+    def meters(self) -> dict[str, TierMeters]:
+        """Of each tier there is, by name."""
+        tiers = {"device": self.device, "host": self.host, "disk": self.disk}
+        return {name: tier.meters for name, tier in tiers.items() if tier is not None}
 
     @property
     def is_settled(self) -> bool:
@@ -113,6 +122,14 @@ class TieredCache:
         """A prefix is worth keeping below the device."""
         if self.host is not None or self.disk is not None:
             self.writedown.offer(node)
+
+    def look_up(self, token_ids: Sequence[int], namespace: str) -> Match:
+        """How much of a prompt is on the device and below. Holds nothing; `last_lookup_s` is what it took."""
+        began = time.perf_counter()
+        match = self.device.lookup(token_ids, namespace)
+        self.last_lookup_s = time.perf_counter() - began
+        self.lookup_s.observe(self.last_lookup_s)
+        return match
 
     def weigh(self, match: Match) -> Verdict | None:
         """Whether to load what is below the device or to compute it; None where nothing is below.
@@ -206,21 +223,20 @@ class TieredCache:
         for node in nodes:
             if self.host is not None:
                 if node.host_block is not None:
-                    self.host.drop_block(node)
+                    self.host.drop_block(node, EvictionReason.ORPHANED)
                 if node.host_state is not None:
-                    self.host.drop_state(node)
+                    self.host.drop_state(node, EvictionReason.ORPHANED)
             if self.disk is not None:
                 if node.disk_block is not None:
-                    self.disk.drop_block(node)
+                    self.disk.drop_block(node, EvictionReason.ORPHANED)
                 if node.disk_state is not None:
-                    self.disk.drop_state(node)
+                    self.disk.drop_state(node, EvictionReason.ORPHANED)
         self.forgotten(nodes)
 
     def _observe(self, restore: Restore) -> None:
         """A restore has ended: the gate of the slowest tier it read from learns from it."""
-        tier = "disk" if any(load.record is not None for load in restore.loads) else "host"
         if restore.read_bytes and not restore.failed:
-            self.gates[tier].observe(restore.read_bytes, restore.elapsed_s, self._now)
+            self.gates[restore.slowest_tier].observe(restore.read_bytes, restore.elapsed_s, self._now)
 
     def _probe(self, disk: DiskTier) -> None:
         """Reads one record that nobody waits for, so that a disk that was slow once is not refused for ever."""

@@ -16,6 +16,7 @@ from tiers.id_pool import IdPool
 from tiers.keys import Provenance, block_key, root_key, token_bytes
 from tiers.layout import StateLayout
 from tiers.match import Deeper, Match, MatchEnd
+from tiers.meters import EvictionReason, TierMeters
 from tiers.resources import Resources
 from tiers.tree import Node, PrefixTree
 from tiers.worth import DEVICE, Appraiser
@@ -64,6 +65,7 @@ class DeviceTier:
         self.leaves = EvictionOrder[Node](self.weights)
         self.states = EvictionOrder[Node](self.weights)
         self.stats = DeviceStats()
+        self.meters = TierMeters()
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.reserved_blocks = self.blocks.take(1)
         self.reserved_slots = self.slots.take(1)
@@ -223,6 +225,7 @@ class DeviceTier:
         """A private block becomes the tree's, which has none on the device; its owner goes on holding it."""
         self.blocks.share(block_id)  # the tree's own
         self.tree.attach(node, block_id)
+        node.device_since_s = self.tree.time_s
         self.tree.charge(node, self.layout.block_bytes)
         self.tree.hold(node)
         if node.parent is not None:
@@ -344,24 +347,26 @@ class DeviceTier:
         else:
             self.states.discard(node)
 
-    def drop_block(self, node: Node) -> None:
+    def drop_block(self, node: Node, reason: EvictionReason) -> None:
         """Takes an evictable node's block, and its checkpoint, off the device. It may be nowhere then."""
         if node.checkpoint is not None:
-            self.drop_checkpoint(node)
+            self.drop_checkpoint(node, reason)
         self.leaves.discard(node)
         above = node.parent
         self.tree.charge(node, -self.layout.block_bytes)
         self.blocks.release(self.tree.detach(node))
         self.stats.evicted_blocks += 1
+        self.meters.block_left(reason, node.device_since_s, self.tree.time_s)
         assert above is not None
         self._settle_leaf(above)
 
-    def drop_checkpoint(self, node: Node) -> None:
+    def drop_checkpoint(self, node: Node, reason: EvictionReason) -> None:
         """Takes a node's checkpoint off the device."""
         self.tree.charge(node, -self.layout.slot_bytes)
         self.slots.release(self.tree.clear_checkpoint(node))
         self.states.discard(node)
         self.stats.evicted_checkpoints += 1
+        self.meters.checkpoint_left(reason)
 
     def _set_checkpoint(self, node: Node, slot_id: int) -> None:
         self.tree.set_checkpoint(node, slot_id)
@@ -374,7 +379,7 @@ class DeviceTier:
         assert node is not None, "more blocks wanted than can be had"
         for _ in range(self.appraiser.chunk_blocks):
             above = node.parent
-            self.drop_block(node)
+            self.drop_block(node, EvictionReason.ROOM)
             if not node.has_block:
                 self.stats.lost_blocks += 1
                 self.forget(self.tree.prune(node))
@@ -385,7 +390,7 @@ class DeviceTier:
     def _evict_checkpoint(self) -> None:
         node = self.states.pop(self.tree.time_s)
         assert node is not None, "more slots wanted than can be had"
-        self.drop_checkpoint(node)
+        self.drop_checkpoint(node, EvictionReason.ROOM)
 
 
 def _has_no_other_tier(nodes: list[Node]) -> None:

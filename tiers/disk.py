@@ -14,6 +14,7 @@ from tiers.eviction import EvictionOrder
 from tiers.health import StoreHealth
 from tiers.index import Pin, Quota
 from tiers.keys import Provenance, block_key, root_key
+from tiers.meters import EvictionReason, TierMeters
 from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 from tiers.tree import Node
@@ -44,6 +45,11 @@ class RecordStore(Protocol):
     @property
     def num_records(self) -> int:
         """Committed records, those of other models too."""
+        ...
+
+    @property
+    def num_quarantined(self) -> int:
+        """Records that are not touched any more, and not deleted yet."""
         ...
 
     @property
@@ -146,6 +152,7 @@ class DiskTier:
         self.store = store
         self.fingerprint = device.fingerprint
         self.stats = DiskStats()
+        self.meters = TierMeters()
         self.garbage: list[RecordRef] = []
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
         self.appraiser = device.appraiser
@@ -261,11 +268,13 @@ class DiskTier:
         assert node.disk_block is None
         assert node.parent is not None
         node.disk_block = ref
+        node.disk_since_s = self.tree.time_s
         node.parent.disk_children += 1
         self._records[ref] = (node, False)
         self.settle(node)
         self.settle(node.parent)
         self.tree.charge(node, ref.stored_bytes)
+        self.tree.tell(node, "disk", came=True)
 
     def set_state(self, node: Node, ref: RecordRef) -> None:
         """The node's checkpoint is on disk from now on."""
@@ -281,7 +290,7 @@ class DiskTier:
         if refs:
             self.store.touch(refs, int(self.tree.time_s))
 
-    def drop_block(self, node: Node) -> None:
+    def drop_block(self, node: Node, reason: EvictionReason) -> None:
         """Forgets the block's record, which becomes garbage. The caller looks after what hangs below."""
         ref = node.disk_block
         assert ref is not None
@@ -293,8 +302,10 @@ class DiskTier:
         del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
+        self.meters.block_left(reason, node.disk_since_s, self.tree.time_s)
+        self.tree.tell(node, "disk", came=False)
 
-    def drop_state(self, node: Node) -> None:
+    def drop_state(self, node: Node, reason: EvictionReason) -> None:
         """Forgets the checkpoint's record, which becomes garbage."""
         ref = node.disk_state
         assert ref is not None
@@ -303,18 +314,19 @@ class DiskTier:
         del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)
+        self.meters.checkpoint_left(reason)
 
     def quarantine_block(self, node: Node, reason: str) -> None:
         """The block's record is damaged or cannot be read: it is no copy any more."""
         log.warning("record of block %s set aside: %s", node.key.hex()[:16], reason)
         self.stats.verify_failures += 1
-        self.drop_block(node)
+        self.drop_block(node, EvictionReason.DAMAGED)
 
     def quarantine_state(self, node: Node, reason: str) -> None:
         """The same for the checkpoint's record."""
         log.warning("record of checkpoint %s set aside: %s", node.key.hex()[:16], reason)
         self.stats.verify_failures += 1
-        self.drop_state(node)
+        self.drop_state(node, EvictionReason.DAMAGED)
 
     @property
     def takes_writes(self) -> bool:
@@ -388,12 +400,12 @@ class DiskTier:
         """A checkpoint, and at a leaf the blocks that only it needs, of one grid chunk; how many bytes that frees."""
         before = len(self.garbage)
         if node.disk_state is not None:
-            self.drop_state(node)
+            self.drop_state(node, EvictionReason.ROOM)
         for _ in range(self.appraiser.chunk_blocks):
             above = node.parent
             if above is None or node.disk_block is None or node.disk_children or node.pins or node.disk_state:
                 break
-            self.drop_block(node)
+            self.drop_block(node, EvictionReason.ROOM)
             if not node.has_block:
                 self.forget(self.tree.prune(node))
             node = above

@@ -34,6 +34,7 @@ class Seen:
     num_known: int  # grid positions of it, from the first, that were walked before
     leaves_path: bool  # it turns off at the last of them, where an earlier prompt went on
     gap_s: float  # usual time between uses of the conversation that it continues; the typical one where it is new
+    since_s: float | None = None  # since its longest known part was last asked for; None: never
 
 
 class History:
@@ -59,6 +60,7 @@ class History:
         while num_known < len(keys) and keys[num_known] in trails:
             num_known += 1
         last = trails[keys[num_known - 1]] if num_known else None
+        since_s = now_s - last.last_s if last is not None else None
         log_gap, num_returns = None, 0
         if last is not None and last.is_end:
             latest = log(max(now_s - last.last_s, LEAST_GAP_S))
@@ -75,4 +77,4 @@ class History:
         while len(trails) > self.num_keys:
             trails.popitem(last=False)
         leaves_path = last is not None and not last.is_end
-        return Seen(num_known, leaves_path, exp(log_gap) if log_gap is not None else self.typical_gap_s)
+        return Seen(num_known, leaves_path, exp(log_gap) if log_gap is not None else self.typical_gap_s, since_s)

@@ -13,6 +13,7 @@ from tiers.copies import HostCopy
 from tiers.device import DeviceTier
 from tiers.eviction import EvictionOrder
 from tiers.id_pool import IdPool
+from tiers.meters import EvictionReason, TierMeters
 from tiers.resources import Resources
 from tiers.tree import Node
 from tiers.worth import HOST
@@ -40,6 +41,7 @@ class HostTier:
         self.chunk_bytes = chunk_bytes
         self.chunks = IdPool(num_chunks)
         self.stats = HostStats()
+        self.meters = TierMeters()
         self.appraiser = device.appraiser
         self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
@@ -81,11 +83,13 @@ class HostTier:
         assert node.host_block is None
         assert node.parent is not None
         node.host_block = HostCopy(chunks)
+        node.host_since_s = self.tree.time_s
         node.parent.host_children += 1
         self._copies[node.host_block] = (node, False)
         self.settle(node)
         self.settle(node.parent)
         self.tree.charge(node, len(chunks) * self.chunk_bytes)
+        self.tree.tell(node, "host", came=True)
 
     def set_state(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The same for the node's checkpoint."""
@@ -112,7 +116,7 @@ class HostTier:
             self.settle(self._copies[copy][0])
         resources.hold("host copy", copy.chunks, lambda: self._unhold(copy))
 
-    def drop_block(self, node: Node) -> None:
+    def drop_block(self, node: Node, reason: EvictionReason) -> None:
         """Forgets the node's block here. The caller looks after what hangs below."""
         copy = node.host_block
         assert copy is not None
@@ -122,14 +126,17 @@ class HostTier:
             self.settle(node.parent)
         self.settle(node)
         self._forget(node, copy)
+        self.meters.block_left(reason, node.host_since_s, self.tree.time_s)
+        self.tree.tell(node, "host", came=False)
 
-    def drop_state(self, node: Node) -> None:
+    def drop_state(self, node: Node, reason: EvictionReason) -> None:
         """Forgets the node's checkpoint here."""
         copy = node.host_state
         assert copy is not None
         node.host_state = None
         self.settle(node)
         self._forget(node, copy)
+        self.meters.checkpoint_left(reason)
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
         """Chunks that are held, but by no copy of the tree and by none of the owners."""
@@ -168,13 +175,13 @@ class HostTier:
         if node is None:
             return False
         if node.host_state is not None:
-            self.drop_state(node)
+            self.drop_state(node, EvictionReason.ROOM)
             self.stats.evicted_copies += 1
         for _ in range(self.appraiser.chunk_blocks):
             above = node.parent
             if above is None or node.host_block is None or not self._may_go(node) or node.host_state is not None:
                 break
-            self.drop_block(node)
+            self.drop_block(node, EvictionReason.ROOM)
             self.stats.evicted_copies += 1
             if not node.has_block:
                 self.forget(self.tree.prune(node))

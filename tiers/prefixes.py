@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from tiers.cache import TieredCache
 from tiers.index import Pin
-from tiers.tree import Node
+from tiers.meters import EvictionReason
+from tiers.tree import Node, with_those_above
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,13 @@ class Prefixes:
         if node.depth * layout.block_size % self.cache.device.grid:
             return False
         return node.has_state if layout.slots else len(node.children) != 1 or node in self.pins
+
+    def offer_unwritten(self) -> int:
+        """Offers the lower tiers all that they lack. Returns: how many prefixes that is about."""
+        lacking = [n for n in self.tree.nodes() if self.is_prefix(n) and not self.cache.writedown.is_written(n)]
+        for node in lacking:
+            self.cache.offer(node)
+        return len(lacking)
 
     def all(self, namespace: str) -> Iterator[Node]:
         """The prefixes of a namespace."""
@@ -123,8 +131,9 @@ class Prefixes:
             self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))
 
     def pinned_bytes(self, namespace: str) -> int:
-        """What pins of this namespace keep in the lower tiers."""
-        nodes = {above for node in self.pins if node.namespace == namespace for above in node.path()}
+        """What pins of this namespace and those below it keep in the lower tiers."""
+        mine = [node for node in self.pins if namespace in with_those_above(node.namespace)]
+        nodes = {above for node in mine for above in node.path()}
         kept = self.bytes_of(list(nodes))
         return kept.host + kept.disk
 
@@ -144,9 +153,9 @@ class Prefixes:
         for node in [node for node, until_s in self.times_to_live.items() if until_s <= unix_s]:
             del self.times_to_live[node]
             if not self._is_pinned_below(node):
-                self.evict(node)
+                self.evict(node, EvictionReason.EXPIRED)
 
-    def evict(self, node: Node) -> Eviction:
+    def evict(self, node: Node, reason: EvictionReason = EvictionReason.ASKED) -> Eviction:
         """Forgets a prefix in every tier, with all that continues it.
 
         Raises:
@@ -161,7 +170,7 @@ class Prefixes:
         before = self.bytes_of(gone)
         path = node.path()
         for each in gone:
-            self._drop(each)
+            self._drop(each, reason)
         kept = [each for each in dict.fromkeys(below + path) if each.has_block]
         return Eviction(
             num_prefixes,
@@ -172,15 +181,17 @@ class Prefixes:
         )
 
     def shrink(self, namespace: str, limit_bytes: int) -> bool:
-        """Evicts a namespace's prefixes, least recently used first, down to a limit; False where what stays is more."""
+        """Evicts prefixes of a namespace and those below, least recently used first; False where too much stays."""
         while self.tree.charged[namespace] > limit_bytes:
-            ends = sorted((n for n in self.all(namespace) if not n.children), key=lambda node: node.used_s)
+            leaves = (node for node in self.tree.nodes() if not node.children and self.is_prefix(node))
+            mine = (node for node in leaves if namespace in with_those_above(node.namespace))
+            ends = sorted(mine, key=lambda node: node.used_s)
             progress = False
             for node in ends:
                 if self.tree.charged[namespace] <= limit_bytes:
                     return True
                 if node.parent is not None and not node.pins:
-                    progress |= self.evict(node).num_blocks > 0
+                    progress |= self.evict(node, EvictionReason.QUOTA).num_blocks > 0
             if not progress:
                 return False
         return True
@@ -224,23 +235,23 @@ class Prefixes:
             stack.extend(each.children.values())
         return found[::-1]
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: Node, reason: EvictionReason) -> None:
         """Whatever nothing holds of a node; it leaves the tree when it has no bytes and nothing hangs below it."""
         cache = self.cache
         if node.children:
             return  # something below it is in use, and needs it
         if node.is_evictable:
-            cache.device.drop_block(node)
+            cache.device.drop_block(node, reason)
         if node.block_id is None and cache.host is not None:
             if node.host_block is not None and not node.host_block.is_busy:
-                cache.host.drop_block(node)
+                cache.host.drop_block(node, reason)
             if node.host_state is not None and not node.host_state.is_busy:
-                cache.host.drop_state(node)
+                cache.host.drop_state(node, reason)
         if node.block_id is None and cache.disk is not None:
             if node.disk_block is not None:
-                cache.disk.drop_block(node)
+                cache.disk.drop_block(node, reason)
             if node.disk_state is not None:
-                cache.disk.drop_state(node)
+                cache.disk.drop_state(node, reason)
         if node.parent is not None and not node.has_block and not node.children:
             cache.forget(self.tree.prune(node))
 

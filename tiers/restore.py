@@ -55,6 +55,11 @@ class Restore:
     elapsed_s: float = 0.0  # from the plan to the last byte
     is_done: bool = False
 
+    @property
+    def slowest_tier(self) -> str:
+        """Of those that it reads from."""
+        return "disk" if any(load.record is not None for load in self.loads) else "host"
+
 
 class Restorer:
     """Owns the restores in flight."""
@@ -238,10 +243,10 @@ class Restorer:
     def _count(self, restore: Restore, batch: Sequence[Load], took_s: float) -> None:
         """What one job read, all of it from one tier."""
         layout = self.device.layout
-        stats = self.host.stats if batch[0].chunks is not None and self.host is not None else None
-        if self.disk is not None and batch[0].record is not None:
-            stats = self.disk.stats
-        assert stats is not None
+        tier = self.host if batch[0].chunks is not None else self.disk
+        assert tier is not None
+        stats = tier.stats
+        tier.meters.read_s.observe(took_s)
         stats.reads += len(batch)
         stats.read_s += took_s
         for load in batch:

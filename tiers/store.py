@@ -141,6 +141,11 @@ class DiskStore:
         """Committed records in the directory, of others too."""
         return sum(list(self._keeper.segments.live.values()))
 
+    @property
+    def num_quarantined(self) -> int:
+        """Records that no read touches any more, and that are not deleted yet."""
+        return len(self._quarantine)
+
     def reserve_bytes(self, num_records: int) -> int:
         """What a write of so many records needs of the quota beside their bytes: index and log."""
         return self._keeper.reserve_bytes(num_records)

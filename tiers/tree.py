@@ -6,7 +6,7 @@ the nodes; ids, chunks and records belong to the tiers' own books. Time is passe
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiers.copies import HostCopy
@@ -38,6 +38,9 @@ class Node:
     pins: int = 0  # keep its records in the host or disk tier
     used_s: float = 0.0  # last use, seconds since the epoch; of two uses the later one's is larger
     gap_s: float = 1.0  # usual time between uses, as tiers/history.py says
+    device_since_s: float = 0.0  # when its block came to each tier; 0 before the first
+    host_since_s: float = 0.0
+    disk_since_s: float = 0.0
     hits: int = 0
 
     @property
@@ -79,6 +82,12 @@ class Node:
         return nodes[::-1]
 
 
+def with_those_above(namespace: str) -> list[str]:
+    """A namespace after those that it is a part of: "a", "a/b" and "a/b/c" for the last."""
+    names = namespace.split("/")
+    return ["/".join(names[: count + 1]) for count in range(len(names))]
+
+
 class PrefixTree:
     """A forest: one root for every root key, made for its first block and dropped with its last.
 
@@ -90,7 +99,8 @@ class PrefixTree:
         self._roots: dict[bytes, Node] = {}
         self._by_key: dict[bytes, Node] = {}
         self.time_s = 0.0  # seconds since the epoch, as the owner of the tree last said
-        self.charged: Counter[str] = Counter()  # bytes of each namespace, of all tiers
+        self.charged: Counter[str] = Counter()  # bytes of each namespace and those below it, of all tiers
+        self.watcher: Callable[[Node, str, bool], None] | None = None  # told of blocks that come and go
         self._last_s = 0.0
         self.num_nodes = 0  # roots not counted
         self.num_on_device = 0
@@ -148,6 +158,7 @@ class PrefixTree:
         self.num_on_device += 1
         self.num_cached += node.is_cached
         self._tick(node)
+        self.tell(node, "device", came=True)
 
     def detach(self, node: Node) -> int:
         """The node's block leaves the device; returns its id. Its checkpoint is gone already."""
@@ -159,7 +170,13 @@ class PrefixTree:
         node.parent.device_children -= 1
         self.num_on_device -= 1
         self.num_cached -= 1
+        self.tell(node, "device", came=False)
         return block_id
+
+    def tell(self, node: Node, tier: str, *, came: bool) -> None:
+        """A tier has the node's block from now on, or has it no more."""
+        if self.watcher is not None:
+            self.watcher(node, tier, came)
 
     def prune(self, node: Node) -> list[Node]:
         """Unlinks a node that is not on the device, with all below; the caller gives back what they have elsewhere."""
@@ -238,9 +255,9 @@ class PrefixTree:
         node.state_holders -= 1
         self.num_held_checkpoints -= node.state_holders == 0
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents before children."""
-        stack = list(self._roots.values())
+    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+        """Every node but the roots, of one namespace or of all, parents before children."""
+        stack = [root for root in self._roots.values() if namespace in (None, root.namespace)]
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -273,9 +290,10 @@ class PrefixTree:
 
     def charge(self, node: Node, num_bytes: int) -> None:
         """A tier has so many bytes more of the node, or fewer."""
-        self.charged[node.namespace] += num_bytes
-        if not self.charged[node.namespace]:
-            del self.charged[node.namespace]
+        for namespace in with_those_above(node.namespace):
+            self.charged[namespace] += num_bytes
+            if not self.charged[namespace]:
+                del self.charged[namespace]
 
     def _tick(self, node: Node) -> None:
         self._last_s = max(self.time_s, self._last_s + 1e-6)

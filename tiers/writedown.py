@@ -314,9 +314,12 @@ class WriteDown:
             filled = [write for write in batch.writes if write.fills_host and write.chunks is not None]
             self.host.stats.writes += len(filled)
             self.host.stats.written_bytes += sum(len(write.chunks or ()) * self.host.chunk_bytes for write in filled)
-            self.host.stats.write_s += batch.took_s if self.disk is None else 0.0
+            if self.disk is None and filled:
+                self.host.stats.write_s += batch.took_s
+                self.host.meters.write_s.observe(batch.took_s)
         if self.disk is not None and batch.refs:
             stats = self.disk.stats
             stats.writes += len(batch.refs)
             stats.written_bytes += sum(ref.stored_bytes for ref in batch.refs)
             stats.write_s += batch.took_s
+            self.disk.meters.write_s.observe(batch.took_s)

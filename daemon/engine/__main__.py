@@ -13,9 +13,12 @@ import time
 
 import torch
 
+from daemon import logs
 from daemon.engine.engine import Engine
+from daemon.engine.leaving import write_down
 from daemon.engine.link import FrontGone, Link
 from daemon.engine.start import StartError, start
+from daemon.engine.watch import TierWatch
 from daemon.messages import Configure, LoadFailed, Loading, Pulse, Ready
 
 PULSE_S = 0.25  # the step clock: sent this often at least, and while idle the longest sleep
@@ -27,7 +30,7 @@ def main() -> int:
     """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away."""
     parser = argparse.ArgumentParser(prog="python -m daemon.engine", description="Spawned by the front; not by hand.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.configure("engine", level="info", log_format="auto")
     link = Link(socket.socket(fileno=parser.parse_args().fd))
     try:
         engine = _load(link)
@@ -45,6 +48,7 @@ def _load(link: Link) -> Engine | None:
     messages = link.receive(timeout_s=60.0)
     if not messages or not isinstance(messages[0], Configure):
         raise FrontGone("no configuration came")
+    logs.configure("engine", level="info", log_format=messages[0].log_format)
     reported = 0.0
 
     def progress(done_bytes: int, total_bytes: int) -> None:
@@ -69,6 +73,7 @@ def _load(link: Link) -> Engine | None:
 
 
 def _loop(engine: Engine, link: Link) -> None:
+    watch = TierWatch(engine.cache, link.send, time.monotonic())
     pulse_due = 0.0
     is_proven = False
     while not engine.is_stopping:
@@ -77,7 +82,11 @@ def _loop(engine: Engine, link: Link) -> None:
         for message in messages:
             engine.handle(message)
         if engine.has_work:
+            has_rows = not engine.only_waits
+            began = time.perf_counter()
             engine.step()
+            if has_rows or engine.scheduler.running:
+                engine.scheduler.meters.step_s.observe(time.perf_counter() - began)
             is_proven = False
         elif not messages and engine.tuning is not None and engine.tuning.num_waiting:
             engine.rest()
@@ -88,7 +97,9 @@ def _loop(engine: Engine, link: Link) -> None:
         if now >= pulse_due:
             pulse_due = now + PULSE_S
             engine.keep_time()
+            watch.poll(now)
             link.send(Pulse(engine.steps, len(engine.scheduler.waiting), engine.scheduler.num_running))
+    write_down(engine, lambda: link.receive(PULSE_S, engine.cache.mover))
     engine.close()
     _prove(engine)
     deadline = time.monotonic() + 5.0
@@ -101,6 +112,7 @@ def _prove(engine: Engine) -> None:
     try:
         engine.check()
     except AssertionError as error:
+        engine.scheduler.meters.unbalanced_proofs += 1
         log.error("idle, and the books do not balance: %s", error)
 
 

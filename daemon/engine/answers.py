@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+from daemon.engine.meter_report import Metered, report
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence
 from daemon.messages import Answer, LedgerRow, Query, QueryKind, SequenceRow, TierRow, TierState
@@ -16,7 +17,7 @@ from tiers.pools import DevicePools
 from tiers.resources import Resources
 
 
-class Books(Protocol):
+class Books(Metered, Protocol):
     """What the tables are read from."""
 
     model: Model
@@ -39,6 +40,8 @@ def answer(books: Books, query: Query) -> Answer:
     match query.kind:
         case QueryKind.TIERS:
             return Answer(query.query_id, tiers=tuple(_tier_rows(books)))
+        case QueryKind.METERS:
+            return Answer(query.query_id, tiers=tuple(_tier_rows(books)), meters=report(books))
         case QueryKind.SEQUENCES:
             rows = [_sequence_row(books, sequence) for sequence in books.scheduler.sequences()]
             wanted = [row for row in rows if query.id in ("", row.request_id, f"{row.request_id}/{row.index}")]
@@ -117,7 +120,7 @@ def _disk_row(books: Books, disk: DiskTier) -> TierRow:
         write_s=stats.write_s,
         dropped_writes=stats.dropped_writes,
         verify_failures=stats.verify_failures,
-        quarantined=0,
+        quarantined=store.num_quarantined,
         gate_refusals=books.cache.disk_refusals,
         state=TierState(health.state.value),
         state_reason=health.reason,
@@ -166,6 +169,7 @@ def _sequence_row(books: Books, sequence: Sequence) -> SequenceRow:
         age_s=books.clock() - request.arrived,
         preemptions=request.preemptions,
         max_tokens=request.max_len - request.prompt_len,
+        namespace=request.submit.namespace,
     )
 
 

@@ -93,8 +93,8 @@ class Engine:
             slice_s=config.slice_ms / 1000,
         )
         self.prefixes = Prefixes(cache)
-        self.warming = Warming(cache, self.prefixes, send)
         self.questions = Questions(self.prefixes, self.rate, send)
+        self.warming = Warming(cache, self.prefixes, self.questions.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
         self.send = send
         self.clock = clock
@@ -162,7 +162,7 @@ class Engine:
             self._reject(message, ErrorReason.CONTEXT_TOO_LONG, f"prompt of {len(prompt_ids)} tokens: {limit}")
         elif error := self.scheduler.capacity_error(len(prompt_ids), max_len, message.n):
             self._reject(message, ErrorReason.CONTEXT_TOO_LONG, error)
-        elif len(self.scheduler.waiting) >= self.config.max_queue:
+        elif self.scheduler.is_full(is_warm=warm is not None):
             self._reject(message, ErrorReason.QUEUE_FULL, f"{self.config.max_queue} requests wait already", 1.0)
         elif message.request_id in self.requests or message.request_id in self.warming.writing:
             self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
@@ -222,7 +222,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step would do something, or somebody waits for what transfers lead to."""
-        is_awaited = bool(self.warming.writing) or bool(self.questions.flushes)
+        is_awaited = bool(self.warming.writing) or self.questions.is_awaited
         return not self.is_idle or not self.cache.is_settled or is_awaited
 
     def keep_time(self) -> None:

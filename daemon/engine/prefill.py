@@ -67,6 +67,8 @@ class Prefill:
         keys = device.grid_keys(request.prompt_ids, request.submit.namespace)
         seen = self.cache.history.visit(keys, now_s)
         request.gap_s = seen.gap_s
+        if seen.since_s is not None:
+            self.scheduler.meters.asked_again(request, seen.since_s, self.cache.meters)
         if match.nodes:
             last = match.nodes[-1]
             goes_on = not last.children and len(keys) * device.grid > match.resume_len
@@ -101,7 +103,11 @@ class Prefill:
         sequence.resources.drop("chunk", chunk.start)
         self._take_state(sequence, chunk)
         self._publish(sequence, chunk)
-        return None if sequence.in_prompt else logits
+        if sequence.in_prompt:
+            return None
+        if sequence.request.prefilled is None:
+            self.scheduler.meters.prompt_computed(sequence.request, self.cache.meters)
+        return logits
 
     def _drop_chunk(self) -> None:
         assert self.chunk is not None

@@ -37,19 +37,22 @@ from daemon.cache_messages import (
     UnpinPrefix,
     Verify,
 )
+from daemon.engine.kv_events import KvEvents
 from daemon.engine.rate import PrefillRate
 from daemon.engine.scrub import Scrubs
 from daemon.errors import ErrorReason
+from daemon.kv_messages import KvToFront, KvUnwatch, KvWatch
 from tiers.disk import RecordStore
 from tiers.index import Quota
 from tiers.match import MatchEnd
 from tiers.prefixes import Bytes, PinnedError, Prefixes
-from tiers.tree import Node
+from tiers.tree import Node, with_those_above
 
-Question = (
+Answerable = (
     Lookup | PinPrefix | UnpinPrefix | EvictPrefix | ListPrefixes
     | Flush | Verify | Cancel | SetQuota | RemoveQuota | ListQuotas
 )  # fmt: skip
+Question = Answerable | KvWatch | KvUnwatch
 FLUSH_TIMEOUT_S = 300.0
 
 
@@ -66,7 +69,7 @@ class OpenFlush:
 class Questions:
     """Owns quotas and the questions that take time."""
 
-    def __init__(self, prefixes: Prefixes, rate: PrefillRate, send: Callable[[CacheAnswer], None]) -> None:
+    def __init__(self, prefixes: Prefixes, rate: PrefillRate, send: Callable[[CacheAnswer | KvToFront], None]) -> None:
         self.prefixes = prefixes
         self.cache = prefixes.cache
         self.rate = rate
@@ -75,9 +78,18 @@ class Questions:
         self.quotas = {quota.namespace: quota for quota in disk.store.quotas()} if disk is not None else {}
         self.flushes: list[OpenFlush] = []
         self.scrubs = Scrubs(self.cache, send)
+        self.kv_events = KvEvents(prefixes.tree, send)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for what the next poll brings."""
+        return bool(self.flushes) or self.kv_events.is_due
 
     def ask(self, question: Question, unix_s: float) -> None:
         """Answers now, or keeps the question open."""
+        if isinstance(question, KvWatch | KvUnwatch):
+            self.kv_events.ask(question, unix_s)
+            return
         try:
             answer = self._answer(question, unix_s)
         except _RefusedError as refused:
@@ -91,6 +103,7 @@ class Questions:
         for namespace, quota in self.quotas.items():
             if quota.cached_bytes is not None and self.prefixes.tree.charged[namespace] > quota.cached_bytes:
                 self.prefixes.shrink(namespace, quota.cached_bytes)
+        self.kv_events.poll(unix_s)
         for flush in list(self.flushes):
             if self.cache.writedown.is_idle:
                 self.flushes.remove(flush)
@@ -100,7 +113,7 @@ class Questions:
                 reason = f"not all was written within {FLUSH_TIMEOUT_S:.0f} s"
                 self.send(Refused(flush.query_id, ErrorReason.TIER_UNAVAILABLE, reason))
 
-    def _answer(self, question: Question, unix_s: float) -> CacheAnswer | None:
+    def _answer(self, question: Answerable, unix_s: float) -> CacheAnswer | None:
         match question:
             case Lookup():
                 return self._look_up(question)
@@ -207,15 +220,25 @@ class Questions:
 
     def _pin(self, question: PinPrefix, unix_s: float) -> PrefixAnswer:
         node = self._find(question.namespace, question.prefix)
-        quota = self.quotas.get(question.namespace)
-        if quota is not None and quota.pinned_bytes is not None and node not in self.prefixes.pins:
-            fresh = self.prefixes.bytes_of([above for above in node.path() if not above.pins])
-            wanted = self.prefixes.pinned_bytes(question.namespace) + max(fresh.host + fresh.disk, fresh.device)
-            if wanted > quota.pinned_bytes:
-                raise _RefusedError(ErrorReason.QUOTA_EXCEEDED, f"{wanted} bytes would be pinned")
+        refusal = self.pin_refusal(node)
+        if refusal is not None:
+            raise _RefusedError(ErrorReason.QUOTA_EXCEEDED, refusal)
         self.prefixes.pin(node, None if question.ttl_s is None else unix_s + question.ttl_s)
         self.cache.offer(node)  # a pin binds records: what has none yet gets one
         return PrefixAnswer(question.query_id, self._row(node))
+
+    def pin_refusal(self, node: Node) -> str | None:
+        """Why a pin of this prefix would exceed a quota of its namespace, or of one above; None where it would not."""
+        if node in self.prefixes.pins:
+            return None
+        fresh = self.prefixes.bytes_of([above for above in node.path() if not above.pins])
+        for namespace in with_those_above(node.namespace):
+            quota = self.quotas.get(namespace)
+            if quota is not None and quota.pinned_bytes is not None:
+                wanted = self.prefixes.pinned_bytes(namespace) + max(fresh.host + fresh.disk, fresh.device)
+                if wanted > quota.pinned_bytes:
+                    return f"{wanted} bytes would be pinned"
+        return None
 
     def _evict(self, question: EvictPrefix) -> Evicted:
         node = self._find(question.namespace, question.prefix)
@@ -268,9 +291,7 @@ class Questions:
         if not has[question.tier]:
             raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, f"there is no {question.tier} tier")
         writes, written = self.cache.written()
-        for node in self.prefixes.tree.nodes():
-            if self.prefixes.is_prefix(node) and not self.cache.writedown.is_written(node):
-                self.cache.offer(node)
+        self.prefixes.offer_unwritten()
         self.flushes.append(OpenFlush(question.query_id, time.monotonic(), writes, written))
 
     def _flushed(self, flush: OpenFlush) -> Flushed:

@@ -2,15 +2,20 @@
 
 There is no prefill phase. Every running sequence catches up from what is computed to what is known: by grid chunks
 while inside its prompt, by single rows after it (which is also how a preempted one replays its answer). Blocks and
-slots are acquired all at once or not at all; a waiting sequence holds nothing. Knows no tensor and no clock.
+slots are acquired all at once or not at all; a waiting sequence holds nothing. Warming gives way to answers, in the
+queue, in the choice of chunks and on the device. Knows no tensor and no clock.
 """
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
+from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
+from daemon.engine.meters import EngineMeters
 from daemon.engine.sequence import Request, Sequence, SequenceState
+from daemon.meter_messages import Loaded
 from tiers.cache import TieredCache
 from tiers.match import Match
 from tiers.resources import Resources
@@ -45,9 +50,10 @@ class Scheduler:
         self.growth_window = config.growth_window
         self.max_queue = config.max_queue
         self.max_sequences = min(config.max_sequences, device.slots.size - len(device.reserved_slots) - 1)
-        self.waiting: list[Sequence] = []  # by order of arrival
+        self.waiting: list[Sequence] = []  # by rank: answers by order of arrival, then warming
         self.restoring: list[Sequence] = []  # their turn came, and their prefix is on its way to the device
         self.running: list[Sequence] = []  # by order of admission
+        self.meters = EngineMeters()
         self._chunks_started = 0
         self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit
 
@@ -63,6 +69,10 @@ class Scheduler:
         """Every sequence alive, siblings included."""
         alive = self.waiting + self.restoring + self.running
         return alive + [sibling for sequence in alive for sibling in sequence.siblings]
+
+    def num_by_state(self) -> dict[str, int]:
+        """Sequences alive in each state."""
+        return dict(Counter(sequence.state.value for sequence in self.sequences()))
 
     def swapped(self) -> list[Resources]:
         """What preempted sequences hold in the host tier."""
@@ -84,6 +94,12 @@ class Scheduler:
             )
         return None
 
+    def is_full(self, *, is_warm: bool) -> bool:
+        """Whether as many wait as may. What is to be warmed takes no answer's place."""
+        if len(self.waiting) < self.max_queue:
+            return False
+        return is_warm or sum(sequence.request.warm is None for sequence in self.waiting) >= self.max_queue
+
     def enqueue(self, request: Request) -> Sequence:
         """A new request at its place in the queue. The caller has checked `capacity_error` and the queue's bound."""
         choices = [
@@ -95,7 +111,7 @@ class Scheduler:
         return choices[0]
 
     def admit(self, now: float) -> list[Admitted]:
-        """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it.
+        """Lets waiting sequences in, oldest first, until one does not fit: nobody overtakes it, and warming goes.
 
         One whose prefix is worth bringing from a lower tier waits aside until that has come, and others go on.
         """
@@ -105,6 +121,8 @@ class Scheduler:
             sequence = self.waiting[0]
             acquired = self._return(sequence) if sequence.swapped is not None else self._acquire(sequence, now)
             if acquired is None:
+                if self._make_way(sequence):
+                    continue
                 self._refused_at = self._room()
                 break
             self.waiting.pop(0)
@@ -133,11 +151,13 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
-        for sequence in sorted(self.running, key=lambda s: (s.request.order, s.index)):
+        for sequence in sorted(self.running, key=lambda s: s.rank):
             if sequence.is_running and not sequence.in_prompt and self._has_room(sequence, preempted):
                 decode.append(sequence)
         if in_flight is None or not in_flight.is_running:
             in_flight = self._next_in_prompt()
+        if decode:
+            self.meters.decode_rows.observe(len(decode))
         return Plan(tuple(decode), in_flight), preempted
 
     def start_chunk(self, sequence: Sequence) -> tuple[int, int]:
@@ -177,6 +197,10 @@ class Scheduler:
             sequence.swapped = self.cache.swap_out(
                 sequence.id, blocks, sequence.nodes, sequence.slot, sequence.computed_len
             )
+        if sequence.swapped is not None:
+            self.meters.moved_preemptions += 1
+        else:
+            self.meters.replayed_preemptions += 1
         for choice in [sequence, *sequence.siblings]:
             choice.forget()
             choice.state = SequenceState.PREEMPTED
@@ -212,6 +236,14 @@ class Scheduler:
             for position, node in enumerate(sequence.nodes):
                 assert node.block_id == sequence.block_table[position], f"{sequence.id}: node and table disagree"
 
+    def _make_way(self, sequence: Sequence) -> bool:
+        """Preempts the youngest warming for an answer that does not fit; False where none is left."""
+        warming = [running for running in self.running if running.request.warm is not None]
+        if sequence.request.warm is not None or not warming:
+            return False
+        self.preempt(max(warming, key=lambda s: s.rank))
+        return True
+
     def _room(self) -> tuple[object, ...]:
         """What an admission depends on: while it is unchanged, trying again would only hash the prompt again."""
         device = self.device
@@ -231,10 +263,24 @@ class Scheduler:
                 request.restored_host += restore.host_tokens
                 request.restored_disk += restore.disk_tokens
             request.restores += 1 if restore.is_done else MAX_RESTORES
+            self._count_stall(sequence, now)
             sequence.restore = None
             sequence.state = SequenceState.WAITING if request.admitted is None else SequenceState.PREEMPTED
             self.restoring.remove(sequence)
             self._wait(sequence)
+
+    def _count_stall(self, sequence: Sequence, now: float) -> None:
+        """It has stood aside for a restore, which has ended or is not waited for any more."""
+        restore, request = sequence.restore, sequence.request
+        assert restore is not None
+        waited_on = self.cache.meters[restore.slowest_tier]
+        waited_on.stall_s.observe(now - sequence.restore_since)
+        waited_on.late_loads += not restore.is_done
+        if request.admitted is None:
+            begin_s, end_s = sequence.restore_since - request.arrived, now - request.arrived
+            came = {TierName.HOST: restore.host_tokens, TierName.DISK: restore.disk_tokens}
+            found = {tier: tokens for tier, tokens in came.items() if tokens} or {TierName(restore.slowest_tier): 0}
+            request.loads += [Loaded(tier, begin_s, end_s, tokens) for tier, tokens in found.items()]
 
     def _return(self, sequence: Sequence) -> Admitted | None:
         """Brings a preempted sequence's state back from the host tier, or None with nothing changed."""
@@ -270,7 +316,8 @@ class Scheduler:
         Where a lower tier has more of the prompt, its way up is begun instead, once there is room for everything.
         """
         request, device = sequence.request, self.device
-        match = device.lookup(request.prompt_ids, request.submit.namespace)
+        match = self.cache.look_up(request.prompt_ids, request.submit.namespace)
+        request.lookup_s = self.cache.last_lookup_s
         verdict = self.cache.weigh(match)
         restores = verdict is not None and verdict.is_load and request.restores < MAX_RESTORES
         known = match.nodes
@@ -288,6 +335,7 @@ class Scheduler:
             return None
         if verdict is not None and restores:
             sequence.restore = self.cache.fetch(match)
+            sequence.restore_since = now
             sequence.restore_until = now + min(self.restore_timeout_s, verdict.deadline_s or inf)
             return Admitted(sequence, match)
         if verdict is not None and not verdict.is_load:
@@ -306,7 +354,7 @@ class Scheduler:
         if sequence.computed_len < len(sequence.block_table) * self.device.layout.block_size:
             return True
         while self.device.num_available_blocks == 0:
-            victim = max(self.running, key=lambda s: (s.request.order, s.index))
+            victim = max(self.running, key=lambda s: s.rank)
             self.preempt(victim)
             preempted.append(victim)
             if victim is sequence:
@@ -317,9 +365,11 @@ class Scheduler:
     def _next_in_prompt(self) -> Sequence | None:
         """Chunks go by turns to the oldest prompt, so that none starves, and to the one nearest its end.
 
-        Of several equal prompts the oldest is both: it runs through, and the others find its blocks.
+        Of several equal prompts the oldest is both: it runs through, and the others find its blocks. Prompts that are
+        warmed have a turn when no other has.
         """
         inside = [sequence for sequence in self.running if sequence.in_prompt]
+        inside = [sequence for sequence in inside if sequence.request.warm is None] or inside
         if not inside:
             return None
         if self._chunks_started % 2:
@@ -327,4 +377,4 @@ class Scheduler:
         return min(inside, key=lambda s: s.request.order)
 
     def _wait(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=lambda s: (s.request.order, s.index))
+        insort(self.waiting, sequence, key=lambda s: s.rank)

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from daemon.cache_messages import Warm
 from daemon.messages import StopReason, Submit, Usage
+from daemon.meter_messages import Loaded
 from tiers.resources import Resources
 from tiers.restore import Restore
 from tiers.swap import Swapped
@@ -28,7 +29,7 @@ class Request:
 
     submit: Submit  # of a warm: what would compute its prefix and one row more
     prompt_ids: list[int]
-    order: int  # of arrival; a lower one is never preempted for a higher one
+    order: int  # of arrival; a lower one is never preempted for a higher one, but a warm for any answer
     arrived: float
     deadline: float | None
     max_len: int  # prompt and answer: no sequence grows past it
@@ -39,6 +40,8 @@ class Request:
     restores: int = 0  # prefixes waited for
     restored_host: int = 0  # tokens that came from the host tier for this request, and are in cached_len
     restored_disk: int = 0
+    loads: list[Loaded] = field(default_factory=list[Loaded])  # from lower tiers, waited for before it was admitted
+    lookup_s: float = 0.0  # what looking it up took, the last time
     preemptions: int = 0
     warm: Warm | None = None
     gap_s: float = 1.0  # usual time between prompts of its conversation
@@ -56,17 +59,24 @@ class Request:
         """Counts and times once the prompt is computed, at its first token."""
         assert self.admitted is not None
         assert self.prefilled is not None
-        disk = min(self.restored_disk, self.cached_len)
-        host = min(self.restored_host, self.cached_len - disk)
+        cached = self.cached_by_tier()
         return Usage(
             prompt_tokens=self.prompt_len,
-            cached_device=self.cached_len - host - disk,
-            cached_host=host,
-            cached_disk=disk,
+            cached_device=cached["device"],
+            cached_host=cached["host"],
+            cached_disk=cached["disk"],
             queue_s=self.admitted - self.arrived,
             prefill_s=self.prefilled - self.admitted,
             first_token_s=now - self.arrived,
+            lookup_s=self.lookup_s,
+            loads=tuple(self.loads),
         )
+
+    def cached_by_tier(self) -> dict[str, int]:
+        """Prompt tokens that were found, each in the tier that gave it."""
+        disk = min(self.restored_disk, self.cached_len)
+        host = min(self.restored_host, self.cached_len - disk)
+        return {"device": self.cached_len - host - disk, "host": host, "disk": disk}
 
 
 @dataclass(slots=True, eq=False)
@@ -91,11 +101,17 @@ class Sequence:
     checkpoint_at: frozenset[int] = frozenset()  # grid positions whose state is worth keeping
     restore: Restore | None = None  # what it waits for
     restore_until: float = 0.0  # and how long
+    restore_since: float = 0.0
     swapped: Swapped | None = None  # its state in the host tier, while it is preempted
 
     @property
     def id(self) -> str:
         return f"{self.request.id}/{self.index}"
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Who comes first, the smallest: answers before warming, and among each the oldest."""
+        return (self.request.warm is not None, self.request.order, self.index)
 
     @property
     def num_generated(self) -> int:

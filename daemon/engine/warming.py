@@ -33,9 +33,16 @@ class Writing:
 class Warming:
     """Owns the jobs whose prefix is computed; the scheduler has the others."""
 
-    def __init__(self, cache: TieredCache, prefixes: Prefixes, send: Callable[[ToFront], None]) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        prefixes: Prefixes,
+        pin_refusal: Callable[[Node], str | None],
+        send: Callable[[ToFront], None],
+    ) -> None:
         self.cache = cache
         self.prefixes = prefixes
+        self.pin_refusal = pin_refusal
         self.send = send
         self.writing: dict[str, Writing] = {}
 
@@ -117,6 +124,10 @@ class Warming:
 
     def _finish(self, job: Writing, unix_s: float) -> None:
         warm, node = job.warm, job.node
+        refusal = self.pin_refusal(node) if warm.pin else None
+        if refusal is not None:
+            self._reject(job, ErrorReason.QUOTA_EXCEEDED, refusal)
+            return
         expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
         if warm.pin:
             self.prefixes.pin(node, expires)

@@ -14,7 +14,9 @@ from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import cache_wire, validate
+from daemon.front.caller import is_part
 from daemon.front.config import FrontConfig
+from daemon.front.events import EventLog
 from daemon.front.open_work import OpenWork
 from daemon.front.requests import OpenRequest, client_name, client_owner
 from daemon.front.service import write
@@ -40,6 +42,7 @@ class AdminService:
         version: str,
         work: OpenWork,
         supervisor: Supervisor,
+        events: EventLog,
         *,
         abort: Callable[[OpenRequest], int],
         on_drain: Callable[[], None],
@@ -48,19 +51,23 @@ class AdminService:
         self._version = version
         self._work = work
         self._supervisor = supervisor
+        self._events = events
         self._abort = abort
         self._on_drain = on_drain
         self._started_s = time.monotonic()
         self._num_watchers = 0
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        supervisor, info = self._supervisor, self._supervisor.info
+        supervisor, info, meters = self._supervisor, self._supervisor.info, self._work.requests.meters
         response = pb.GetServerInfoResponse(
             version=self._version,
             state=self._state(),
             engine_pid=supervisor.pid,
             engine_starts=supervisor.starts,
             steps=supervisor.steps,
+            answer_tokens=meters.answer_tokens,
+            prompt_tokens=meters.prompt_tokens,
+            cached_tokens=meters.cached_tokens.total(),
             uptime_s=time.monotonic() - self._started_s,
             loaded=supervisor.loaded,
         )
@@ -91,8 +98,8 @@ class AdminService:
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
         validate.check(request, validate.LIST_SEQUENCES, validate.NO_LIMITS)
         name, slash, index = request.id.partition("/")
-        found = self._work.requests.find(name) if name else None
-        wire_id = f"{found.wire_id}{slash}{index}" if found is not None else ""
+        found = self._work.requests.find_all(name) if name else []
+        wire_id = f"{found[0].wire_id}{slash}{index}" if len(found) == 1 else ""
         answer = await self._supervisor.query(messages.QueryKind.SEQUENCES, wire_id)
         sequences = [_sequence(row) for row in answer.sequences]
         # Of a warming job the engine knows each prompt by an id of its own.
@@ -111,26 +118,40 @@ class AdminService:
 
     async def AbortSequence(self, request: pb.AbortSequenceRequest, context: Any) -> pb.AbortSequenceResponse:
         validate.check(request, validate.ABORT_SEQUENCE, validate.NO_LIMITS)
-        name, slash, index = request.id.partition("/")
-        found = self._work.requests.find(name)
-        if found is None:
-            return pb.AbortSequenceResponse(aborted=self._abort_job(name, slash))
+        aborted = self._abort_named(request.id, request.namespace)
+        self._events.add(pb.EVENT_KIND_REQUESTS_ENDED, f"an operator ended {aborted} sequences", count=aborted)
+        return pb.AbortSequenceResponse(aborted=aborted)
+
+    def _abort_named(self, sequence_id: str, namespace: str) -> int:
+        """Ends a sequence, a request or a job. Returns: how many sequences that were."""
+        name, slash, index = sequence_id.partition("/")
+        found = [request for request in self._work.requests.find_all(name) if is_part(namespace, request.owner)]
+        if not found:
+            return self._abort_jobs(name, slash, namespace)
         if not slash:
-            return pb.AbortSequenceResponse(aborted=self._abort(found))
-        ended = found.abort((int(index),))
+            return sum(map(self._abort, found))
+        ended = [stop for request in found for stop in self._abort_choice(request, int(index))]
         if not ended:
             raise RequestError(ErrorReason.NOT_FOUND, "no running sequence has this id", field="id")
-        if found.submitted:
+        return len(ended)
+
+    def _abort_choice(self, request: OpenRequest, index: int) -> list[messages.StopSequence]:
+        ended = request.abort((index,))
+        if request.submitted:
             for stop in ended:
                 self._supervisor.send(stop)
-        return pb.AbortSequenceResponse(aborted=len(ended))
+        return ended
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         validate.check(request, validate.DRAIN, validate.NO_LIMITS)
-        self._work.requests.draining = True
+        if not self._work.requests.draining:
+            self._work.requests.draining = True
+            self._events.add(pb.EVENT_KIND_DRAINING, f"an operator drains: {len(self._work)} still open")
         self._on_drain()
         timeout_s = request.timeout_s if request.HasField("timeout_s") else self._config.drain_window_s
         drained = await self._work.wait_idle(timeout_s)
+        if drained:
+            self._events.add(pb.EVENT_KIND_DRAINED, "nothing is open any more")
         return pb.DrainResponse(drained=drained, open_requests=len(self._work))
 
     async def FlushTier(self, request: pb.FlushTierRequest, context: Any) -> pb.FlushTierResponse:
@@ -145,6 +166,25 @@ class AdminService:
                 is_progress = isinstance(event, cm.VerifyProgress)
                 response = cache_wire.verify_progress(event) if is_progress else cache_wire.verify_report(event)
                 await write(context, response, self._config.stall_timeout_s)
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:
+        validate.check(request, validate.WATCH_EVENTS, validate.NO_LIMITS)
+        if self._num_watchers >= MAX_WATCHERS:
+            raise RequestError(ErrorReason.QUEUE_FULL, f"{MAX_WATCHERS} clients watch already")
+        self._num_watchers += 1
+        after = request.after_sequence if request.log_id in ("", self._events.id) else 0
+        missed = 0
+        try:
+            async with aclosing(self._events.read(after, follow=request.follow)) as entries:
+                async for entry in entries:
+                    missed += entry.missed
+                    if request.kinds and entry.event.kind not in request.kinds:
+                        continue
+                    response = pb.WatchEventsResponse(event=entry.event, log_id=self._events.id, missed=missed)
+                    await write(context, response, self._config.stall_timeout_s)
+                    missed = 0
+        finally:
+            self._num_watchers -= 1
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:
         validate.check(request, validate.SET_QUOTA, validate.NO_LIMITS)
@@ -165,16 +205,18 @@ class AdminService:
         await self._supervisor.ask(lambda query_id: cm.RemoveQuota(query_id, request.namespace), cm.QuotaList)
         return pb.RemoveQuotaResponse()
 
-    def _abort_job(self, key: str, slash: str) -> int:
-        """Ends a warming job as a whole. Returns: how many of its prompts were not done."""
-        job = self._work.jobs.find(key)
-        if job is None or job.is_over:
+    def _abort_jobs(self, key: str, slash: str, namespace: str) -> int:
+        """Ends warming jobs as a whole. Returns: how many of their prompts were not done."""
+        found = self._work.jobs.find_all(key)
+        jobs = [job for job in found if not job.is_over and is_part(namespace, job.owner)]
+        if not jobs:
             raise RequestError(ErrorReason.NOT_FOUND, "no open request and no warming job has this id", field="id")
         if slash:
             raise RequestError(ErrorReason.INVALID_ARGUMENT, "a warming job ends as a whole: give its key", field="id")
-        num_open = sum(not part.is_done for part in job.parts)
-        job.cancel(RequestError(ErrorReason.ABORTED, "an operator has ended this job"))
-        return max(num_open, 1)
+        num_open = sum(max(sum(not part.is_done for part in job.parts), 1) for job in jobs)
+        for job in jobs:
+            job.cancel(RequestError(ErrorReason.ABORTED, "an operator has ended this job"))
+        return num_open
 
     def _tier(self, number: CacheTier) -> cm.TierName:
         """The tier of a checked request; raises RequestError where this daemon has none such."""

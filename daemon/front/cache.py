@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from downcore.v1 import cache_pb2 as pb
@@ -17,8 +18,9 @@ from downcore.v1 import cache_pb2 as pb
 from daemon import cache_messages as cm
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import cache_wire, validate
-from daemon.front.caller import namespace_of
+from daemon.front.caller import namespace_of, owner_of, readable_namespace_of
 from daemon.front.config import FrontConfig
+from daemon.front.limits import QueuedTokens
 from daemon.front.paging import read_token, token_after
 from daemon.front.prompts import ID_BYTES, Prompts
 from daemon.front.requests import RequestTable
@@ -52,28 +54,30 @@ class CacheService:
         tier = cache_wire.TIERS.get(request.tier, cm.TierName.DEVICE)
         if tier not in self._supervisor.require_ready().tiers:
             raise RequestError(ErrorReason.TIER_UNAVAILABLE, f"this daemon has no {tier} tier", field="tier")
-        namespace = namespace_of(context)
-        found = await self._find(request.key, _digest(request, namespace))
+        namespace, owner = namespace_of(context, request.namespace), owner_of(context)
+        found = await self._find(request.key, owner, _digest(request, namespace))
         if isinstance(found, Receipt):
             for response in cache_wire.repeated(request.key, found):
                 await self._write(context, response)
             return
         if found is None:
             self._table.check_open()
-            found = self._jobs.open(request.key, _digest(request, namespace), is_detached=request.detached)
-            found.task = asyncio.create_task(self._carry_out(found, request, namespace))
+            self._check_jobs(context)
+            found = self._jobs.open(request.key, owner, _digest(request, namespace), is_detached=request.detached)
+            found.task = asyncio.create_task(self._carry_out(found, request, namespace, context.queue))
         await self._listen(found, context)
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         validate.check(request, validate.LOOKUP_PREFIX, validate.NO_LIMITS)
+        namespace = readable_namespace_of(context, request.namespace)
         ids = await self._encode(request.prompt, "prompt")
-        namespace = namespace_of(context)
         found = await self._supervisor.ask(lambda query_id: cm.Lookup(query_id, namespace, ids), cm.LookupAnswer)
         return cache_wire.lookup(found)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         validate.check(request, validate.PIN_PREFIX, validate.NO_LIMITS)
-        prefix, namespace = await self._select(request.prefix), namespace_of(context)
+        namespace = readable_namespace_of(context, request.namespace)
+        prefix = await self._select(request.prefix)
         ttl_s = request.ttl_s if request.HasField("ttl_s") else None
         answer = await self._supervisor.ask(
             lambda query_id: cm.PinPrefix(query_id, namespace, prefix, ttl_s), cm.PrefixAnswer
@@ -82,7 +86,8 @@ class CacheService:
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         validate.check(request, validate.SELECTED_PREFIX, validate.NO_LIMITS)
-        prefix, namespace = await self._select(request.prefix), namespace_of(context)
+        namespace = readable_namespace_of(context, request.namespace)
+        prefix = await self._select(request.prefix)
         answer = await self._supervisor.ask(
             lambda query_id: cm.UnpinPrefix(query_id, namespace, prefix), cm.PrefixAnswer
         )
@@ -90,13 +95,15 @@ class CacheService:
 
     async def EvictPrefix(self, request: pb.EvictPrefixRequest, context: Any) -> pb.EvictPrefixResponse:
         validate.check(request, validate.SELECTED_PREFIX, validate.NO_LIMITS)
-        prefix, namespace = await self._select(request.prefix), namespace_of(context)
+        namespace = readable_namespace_of(context, request.namespace)
+        prefix = await self._select(request.prefix)
         answer = await self._supervisor.ask(lambda query_id: cm.EvictPrefix(query_id, namespace, prefix), cm.Evicted)
         return cache_wire.evicted(answer)
 
     async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> pb.ListPrefixesResponse:
         validate.check(request, validate.LIST_PREFIXES, validate.NO_LIMITS)
-        namespace, order, key_prefix = namespace_of(context), cache_wire.ORDERS[request.order], request.key_prefix
+        namespace = readable_namespace_of(context, request.namespace)
+        order, key_prefix = cache_wire.ORDERS[request.order], request.key_prefix
         limit = request.page_size or DEFAULT_PAGE
         after = read_token(request.page_token, order, key_prefix) if request.page_token else None
         value, key = (after.value, after.key) if after is not None else (None, "")
@@ -119,10 +126,18 @@ class CacheService:
             return cm.Selector(key=selector.key)
         return cm.Selector(prompt_ids=await self._encode(selector.prompt, "prefix.prompt"))
 
-    async def _find(self, key: str, digest: bytes) -> WarmJob | Receipt | None:
+    def _check_jobs(self, context: Any) -> None:
+        """Raises RequestError where as many of the caller's jobs run as it may have calls: some outlive theirs."""
+        limit, owner = context.principal.max_requests, owner_of(context)
+        if limit is not None and sum(job.owner == owner for job in self._jobs) >= limit:
+            raise RequestError(
+                ErrorReason.LIMIT_EXCEEDED, f"{limit} warming jobs of this caller run, which is its limit"
+            )
+
+    async def _find(self, key: str, owner: str, digest: bytes) -> WarmJob | Receipt | None:
         """What a call joins; never a job that is over but still gives things back."""
         while key:
-            found = self._jobs.join(key, digest, time.monotonic())
+            found = self._jobs.join(key, owner, digest, time.monotonic())
             if not isinstance(found, WarmJob) or not found.is_over:
                 return found
             assert found.task is not None
@@ -160,10 +175,12 @@ class CacheService:
     async def _write(self, context: Any, response: pb.WarmPrefixResponse) -> None:
         await write(context, response, self._config.stall_timeout_s)
 
-    async def _carry_out(self, job: WarmJob, request: pb.WarmPrefixRequest, namespace: str) -> None:
+    async def _carry_out(
+        self, job: WarmJob, request: pb.WarmPrefixRequest, namespace: str, queue: Callable[[int], QueuedTokens]
+    ) -> None:
         """The job's task: ends with the job over, and with nothing of it left in the engine."""
         try:
-            job.end(await self._warm(job, request, namespace))
+            job.end(await self._warm(job, request, namespace, queue))
         except RequestError as error:
             job.end(error)
         except asyncio.CancelledError:
@@ -172,13 +189,18 @@ class CacheService:
             log.exception("a warming job failed")
             job.end(RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how"))
         finally:
+            if job.queued is not None:
+                job.queued.release()
             for abort in self._jobs.withdraw(job):
                 self._supervisor.send(abort)
             self._jobs.close(job, keep_until_s=time.monotonic() + RECEIPT_KEPT_S if request.key else None)
 
-    async def _warm(self, job: WarmJob, request: pb.WarmPrefixRequest, namespace: str) -> Receipt:
+    async def _warm(
+        self, job: WarmJob, request: pb.WarmPrefixRequest, namespace: str, queue: Callable[[int], QueuedTokens]
+    ) -> Receipt:
         prompts = [await self._prefix_ids(prompt, f"prompts[{i}]") for i, prompt in enumerate(request.prompts)]
         prompt_tokens = tuple(len(ids) // ID_BYTES for ids in prompts)
+        job.queued = queue(sum(prompt_tokens))
         job.begin(prompt_tokens)
         waiting = deque(range(len(prompts)))
         running: dict[asyncio.Future[cm.WarmDone], int] = {}

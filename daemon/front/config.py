@@ -1,19 +1,17 @@
-"""The front's settings, frozen and checked when made, and the command line that they come from.
+"""The front's settings, frozen and checked when made; daemon/front/command_line.py says where they come from."""
 
-Every field of FrontConfig and of EngineConfig is a flag of its own name, so a new setting is one line in its struct.
-"""
-
-import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from daemon.config import EngineConfig
+from daemon.front.principals import is_namespace
+from daemon.logs import FORMATS
+from daemon.meter_messages import MAX_NAMESPACES
 
 MAX_DRAIN_S = 86_400.0
 
@@ -34,7 +32,16 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     engine: EngineConfig
     listen: Annotated[str, Meta(description="path of the Unix socket; its directory is made, mode 0700")] = ""
-    tcp: Annotated[str | None, Meta(description="also listen here, HOST:PORT, loopback only; port 0 picks one")] = None
+    tcp: Annotated[str | None, Meta(description="also listen here, HOST:PORT; port 0 picks one")] = None
+    admin_listen: Annotated[str | None, Meta(description="Unix socket of AdminService, then nowhere else")] = None
+    admin_tcp: Annotated[str | None, Meta(description="HOST:PORT of AdminService, then nowhere else")] = None
+    principals_file: Annotated[str | None, Meta(description="TOML file of who may call")] = None
+    tls_cert_file: Annotated[str | None, Meta(description="PEM certificate chain of the TCP listeners")] = None
+    tls_key_file: Annotated[str | None, Meta(description="PEM private key of that certificate")] = None
+    tls_client_ca_file: Annotated[str | None, Meta(description="PEM authority whose certificate clients need")] = None
+    local_needs_token: Annotated[bool, Meta(description="a caller on a Unix socket needs a token as well")] = False
+    namespace: Annotated[str, Meta(description="of callers on a Unix socket without a token")] = "default"
+    gateway: Annotated[bool, Meta(description="serve vllm.grpc.engine.VllmEngine as well, for gateways")] = False
     max_open_requests: Annotated[int, Meta(description="Generate calls at a time, queued ones included")] = 2048
     max_prompt_bytes: Annotated[int, Meta(description="largest prompt text or chat, in bytes of UTF-8")] = 4 << 20
     max_tokens_limit: Annotated[int | None, Meta(description="most tokens that an answer may ask for")] = None
@@ -48,6 +55,13 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     restart_backoff_s: Annotated[float, Meta(description="first wait between quick deaths of the engine")] = 0.5
     restart_backoff_max_s: Annotated[float, Meta(description="longest such wait")] = 30.0
     max_failed_starts: Annotated[int, Meta(description="give up when the engine dies this often unready")] = 5
+    metrics_listen: Annotated[str | None, Meta(description="Unix socket of /metrics and /healthz over HTTP")] = None
+    metrics_tcp: Annotated[str | None, Meta(description="HOST:PORT of the same, loopback only")] = None
+    metrics_namespaces: Annotated[int, Meta(description="namespaces that metrics name, the largest ones; 0: none")] = 0
+    trace_endpoint: Annotated[str | None, Meta(description="URL that takes OTLP traces over HTTP")] = None
+    trace_fraction: Annotated[float, Meta(description="part of the calls without a trace context that is traced")] = 1.0
+    request_log: Annotated[float, Meta(description="part of the requests that end well with a line in the log")] = 1.0
+    log_format: Annotated[str, Meta(description="text, json, or auto: text on a terminal")] = "auto"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     engine_command: tuple[str, ...] = (sys.executable, "-m", "daemon.engine")  # hidden; "--fd N" is added to it
 
@@ -66,42 +80,30 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _within("restart_backoff_s", self.restart_backoff_s, 0, 600)
         _within("restart_backoff_max_s", self.restart_backoff_max_s, self.restart_backoff_s, 3600)
         _within("max_failed_starts", self.max_failed_starts, 1, 1000)
+        _within("metrics_namespaces", self.metrics_namespaces, 0, MAX_NAMESPACES)
+        _within("trace_fraction", self.trace_fraction, 0.0, 1.0)
+        _within("request_log", self.request_log, 0.0, 1.0)
+        self._check_security()
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"trace_endpoint must be an http or https URL, not {self.trace_endpoint!r}")
+        if self.log_format not in FORMATS:
+            raise ValueError(f"log_format must be {', '.join(FORMATS)}, not {self.log_format!r}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ValueError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
         if not self.engine_command:
             raise ValueError("engine_command is empty")
 
-
-def parse_args(args: list[str] | None = None) -> FrontConfig:
-    """The configuration that a command line says. Exits with status 2 and a usage message where it is wrong."""
-    parser = argparse.ArgumentParser(prog="downcored", description="Serves a language model over gRPC.")
-    parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face snapshot folder")
-    _add_flags(parser.add_argument_group("front").add_argument, FrontConfig, skip=("engine", "engine_command"))
-    _add_flags(parser.add_argument_group("engine").add_argument, EngineConfig, skip=("model_path",))
-    given = {name: value for name, value in vars(parser.parse_args(args)).items() if value is not None}
-    engine_values = {"model_path": given.pop("model")}
-    for name in EngineConfig.__struct_fields__:
-        if name in given:
-            engine_values[name] = given.pop(name)
-    try:
-        engine_config = msgspec.convert(engine_values, EngineConfig, strict=False)
-        values: dict[str, Any] = {**given, "engine": engine_config}
-        values.setdefault("listen", default_listen())
-        return msgspec.convert(values, FrontConfig, strict=False)
-    except ValueError as error:  # msgspec.ValidationError is one
-        parser.error(str(error))
-
-
-def _add_flags(add: Callable[..., object], struct: type[msgspec.Struct], skip: tuple[str, ...]) -> None:
-    described = msgspec.json.schema(struct)["$defs"]
-    properties = described[struct.__name__]["properties"]
-    for info in msgspec.structs.fields(struct):
-        if info.name in skip:
-            continue
-        default = "" if info.default in ("", None) else f" (default {info.default})"
-        text = properties[info.name].get("description", "")
-        flag = "--" + info.name.replace("_", "-")
-        add(flag, dest=info.name, metavar="VALUE", help=f"{text}{default}".strip() or None)
+    def _check_security(self) -> None:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file need each other")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.tls_client_ca_file is not None and self.principals_file is None:
+            raise ValueError("tls_client_ca_file needs principals_file, which says what each client may")
+        if self.local_needs_token and self.principals_file is None:
+            raise ValueError("local_needs_token needs principals_file, which holds the tokens' hashes")
+        if not is_namespace(self.namespace):
+            raise ValueError(f"namespace {self.namespace!r} must be names [A-Za-z0-9._-]+ separated by slashes")
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:

@@ -14,12 +14,13 @@ from downcore.v1 import generation_pb2 as pb
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import validate
-from daemon.front.caller import namespace_of
+from daemon.front.caller import namespace_of, owner_of
 from daemon.front.config import FrontConfig
 from daemon.front.prompts import Prompts, from_little_endian, to_little_endian
 from daemon.front.requests import OpenRequest, RequestTable, cached_tokens
 from daemon.front.supervisor import Supervisor
 from daemon.front.text import TokenTable
+from daemon.front.trace_context import trace_of
 
 MAX_SEED = (1 << 63) - 1
 
@@ -47,16 +48,24 @@ class GenerationService:
         arrived_s = time.monotonic()
         self._table.check_open()
         validate.check(request, validate.GENERATE, self._prompts.limits())
-        open_request = self._table.open(request.request_id, arrived_s)
+        namespace = namespace_of(context, request.namespace)
+        open_request = self._table.open(request.request_id, owner_of(context), arrived_s)
         open_request.handler = asyncio.current_task()
+        open_request.principal = context.principal.name
+        open_request.trace = trace_of(context.invocation_metadata())
         deadline = self._enforce_deadline(open_request, context)
         try:
-            await self._answer(request, open_request, context)
+            await self._answer(request, open_request, context, namespace)
         except asyncio.CancelledError:
             # Cancelled by the client, or here because its client does not read: then the error says so.
             if open_request.error is None:
                 raise
             raise open_request.error from None
+        except Exception as error:
+            unforeseen = RequestError(ErrorReason.INTERNAL, "the server has failed")
+            failure = error if isinstance(error, RequestError) else unforeseen
+            open_request.error = open_request.error or failure
+            raise
         finally:
             if deadline is not None:
                 deadline.cancel()
@@ -72,7 +81,7 @@ class GenerationService:
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         validate.check(request, validate.ABORT, validate.NO_LIMITS)
-        found = self._table.find(request.request_id)
+        found = self._table.find(request.request_id, owner_of(context))
         if found is None:
             return pb.AbortResponse(found=False)
         self.abort(found)
@@ -108,14 +117,17 @@ class GenerationService:
                 num_ended += 1
         return num_ended
 
-    async def _answer(self, request: pb.GenerateRequest, open_request: OpenRequest, context: Any) -> None:
+    async def _answer(
+        self, request: pb.GenerateRequest, open_request: OpenRequest, context: Any, namespace: str
+    ) -> None:
         stopping = request.stopping
         n = request.n if request.HasField("n") else 1
         open_request.expect(n, tuple(stopping.stop), stopping.min_tokens, self._tokens)
         prompt_ids = await self._prompt_ids(request, open_request)
         sampling = _sampling(request.sampling, self._random)
         if open_request.num_unfinished:  # not aborted meanwhile
-            submit = self._submission(request, open_request, prompt_ids, sampling, context)
+            open_request.queued = context.queue(len(prompt_ids) // 4)
+            submit = self._submission(request, open_request, prompt_ids, sampling, namespace, context.time_remaining())
             open_request.submitted_s = time.monotonic()
             self._supervisor.submit(submit)
             open_request.submitted = True
@@ -163,7 +175,8 @@ class GenerationService:
         open_request: OpenRequest,
         prompt_ids: bytes,
         sampling: messages.SamplingParams,
-        context: Any,
+        namespace: str,
+        deadline_s: float | None,
     ) -> messages.Submit:
         info = self._supervisor.require_ready()
         prompt_len = len(prompt_ids) // 4
@@ -195,8 +208,8 @@ class GenerationService:
             min_tokens=stopping.min_tokens,
             stop_token_ids=(*stopping.stop_token_ids, *ends),
             sampling=sampling,
-            namespace=namespace_of(context),
-            deadline_s=context.time_remaining(),
+            namespace=namespace,
+            deadline_s=deadline_s,
         )
 
 

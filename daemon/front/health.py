@@ -1,4 +1,8 @@
-"""grpc.health.v1: SERVING while the engine's step clock turns and new work is taken, else NOT_SERVING."""
+"""grpc.health.v1: SERVING while the engine's step clock turns and new work is taken, else NOT_SERVING.
+
+Of the name "live" it says whether the daemon is alive at all: while it loads, drains or replaces its engine it is, and
+whoever restarts it for not SERVING would cut it off.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,6 +15,7 @@ from grpc_health.v1 import health_pb2 as pb
 from daemon.errors import ErrorReason, RequestError
 
 SERVICE_NAME = "grpc.health.v1.Health"
+LIVE = "live"
 MAX_WATCHERS = 256
 
 _Status = pb.HealthCheckResponse
@@ -20,8 +25,9 @@ class Health:
     """The methods of grpc.health.v1.Health for these services and for the server as a whole, the empty name."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._names = {"", *services}
+        self._names = {"", LIVE, *services}
         self._serving = False
+        self._alive = True
         self._changed = asyncio.Event()  # replaced at each change
         self._num_watchers = 0
 
@@ -29,14 +35,15 @@ class Health:
     def is_serving(self) -> bool:
         return self._serving
 
-    def set(self, serving: bool) -> bool:
-        """Tells watchers where this is news. Returns: whether it is."""
-        if serving == self._serving:
+    def set(self, *, serving: bool, alive: bool) -> bool:
+        """Tells watchers where this is news. Returns: whether `serving` is."""
+        if (serving, alive) == (self._serving, self._alive):
             return False
-        self._serving = serving
+        is_news = serving != self._serving
+        self._serving, self._alive = serving, alive
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        return True
+        return is_news
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         if request.service not in self._names:
@@ -54,9 +61,12 @@ class Health:
             raise RequestError(ErrorReason.QUEUE_FULL, f"{MAX_WATCHERS} clients watch already")
         self._num_watchers += 1
         try:
+            told: pb.HealthCheckResponse | None = None
             while True:
-                changed = self._changed
-                await context.write(self._response(request.service))
+                changed, response = self._changed, self._response(request.service)
+                if response != told:
+                    await context.write(response)
+                    told = response
                 await changed.wait()
         finally:
             self._num_watchers -= 1
@@ -64,4 +74,5 @@ class Health:
     def _response(self, service: str) -> pb.HealthCheckResponse:
         if service not in self._names:
             return _Status(status=_Status.SERVICE_UNKNOWN)
-        return _Status(status=_Status.SERVING if self._serving else _Status.NOT_SERVING)
+        is_well = self._alive if service == LIVE else self._serving
+        return _Status(status=_Status.SERVING if is_well else _Status.NOT_SERVING)

@@ -6,27 +6,29 @@ once; what arrives for a request that left is dropped.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from downcore.v1 import generation_pb2 as pb
 
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
+from daemon.front import chunk_wire
+from daemon.front.ended import End, Ended
+from daemon.front.limits import QueuedTokens
+from daemon.front.metrics import RequestMeters
 from daemon.front.text import TextStream, TokenTable
+from daemon.front.trace_context import TraceContext
 
 MAX_BUFFERED_BYTES = 1 << 20  # of one request, over its choices: far more than a client that reads lets pile up
 ID_BYTES = 8  # what a token id counts for
-_REQUEST_ID = pb.GenerateResponse.REQUEST_ID_FIELD_NUMBER
-_CHUNK = pb.GenerateResponse.CHUNK_FIELD_NUMBER
-_INDEX = pb.GenerateChunk.INDEX_FIELD_NUMBER
-_TEXT = pb.GenerateChunk.TEXT_FIELD_NUMBER
-_TOKEN_IDS = pb.GenerateChunk.TOKEN_IDS_FIELD_NUMBER
-_LOGPROBS = pb.GenerateChunk.LOGPROBS_FIELD_NUMBER
-_SMALL = tuple(bytes((value,)) for value in range(128))
 _SERIAL_MARK = "~"  # not allowed in a client's request id
 _WARM_MARK = "w"  # after it, where a wire id names a prompt of a warming job
+_ENDS = {
+    pb.FINISH_REASON_STOP: End.STOP, pb.FINISH_REASON_LENGTH: End.LENGTH, pb.FINISH_REASON_ABORTED: End.ABORTED
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Choice:
     index: int
     text: TextStream
     num_tokens: int = 0
+    last_token_s: float | None = None
     new_text: list[str] = field(default_factory=list[str])
     new_ids: list[int] = field(default_factory=list[int])
     new_logprobs: list[bytes] = field(default_factory=list[bytes])  # serialised PositionLogprobs: small
@@ -46,8 +49,9 @@ class Choice:
 class OpenRequest:
     """One Generate call from its validation to its last message."""
 
-    def __init__(self, request_id: str, serial: int, arrived_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request_id: str, owner: str, serial: int, arrived_s: float, meters: RequestMeters) -> None:
         self.request_id = request_id
+        self.owner = owner  # the namespace of its caller, which alone knows it by its id
         # What the engine knows it by. A client may use an id again at once, and must not see the earlier one's tokens.
         self.wire_id = f"{request_id}{_SERIAL_MARK}{serial}"
         self.arrived_s = arrived_s  # these four by time.monotonic: the loop's own clock has whole milliseconds
@@ -60,7 +64,11 @@ class OpenRequest:
         self.handler: asyncio.Task[object] | None = None  # cancelled where its client does not read
         self.tokenizing: asyncio.Future[bytes] | None = None  # set while a tokenizer has the prompt
         self.submitted = False
-        self._loop = loop
+        self.queued: QueuedTokens | None = None  # of its caller's limit, until the prompt is computed
+        self.principal = owner  # as the log names its caller
+        self.trace: TraceContext | None = None
+        self._meters = meters
+        self._loop = asyncio.get_running_loop()
         self._table = TokenTable(())
         self._min_tokens = 0
         self._choices: list[Choice] = []
@@ -68,7 +76,7 @@ class OpenRequest:
         self._started_sent = False
         self._num_finish_sent = 0
         self._has_news = False  # something to send
-        self._chunk_prefix = _field(_REQUEST_ID, request_id.encode())
+        self._chunk_prefix = chunk_wire.request_id_field(request_id)
         self._waiter: asyncio.Future[None] | None = None
 
     def expect(self, n: int, stops: Sequence[str], min_tokens: int, table: TokenTable) -> None:
@@ -97,6 +105,7 @@ class OpenRequest:
     def start(self, usage: messages.Usage) -> None:
         """The prompt is computed."""
         self.usage = usage
+        self._leave_queue()
         self._wake()
 
     def add(self, token: messages.Token, hide_text: bool, now_s: float) -> messages.StopSequence | None:
@@ -109,7 +118,10 @@ class OpenRequest:
             return None
         if self.first_token_s is None:
             self.first_token_s = now_s
-        self.last_token_s = now_s
+            self._meters.first_token_s.observe(now_s - self.arrived_s)
+        elif choice.last_token_s is not None:
+            self._meters.token_gap_s.observe(now_s - choice.last_token_s)
+        self.last_token_s = choice.last_token_s = now_s
         choice.num_tokens += 1
         choice.new_ids.append(token.token_id)
         self._buffered_bytes += ID_BYTES
@@ -206,8 +218,19 @@ class OpenRequest:
         """Every choice has ended and the client has been told."""
         return self._num_finish_sent == len(self._choices)
 
+    def ended(self, now_s: float) -> Ended:
+        """What became of it, for those who keep count. It is over, and nothing of it is given back yet."""
+        other = End.CANCELLED if self.error is None else End.FAILED
+        ends = tuple(_ENDS[c.finished.reason] if c.finished is not None else other for c in self._choices)
+        return Ended(
+            self.request_id, self.principal, self.trace, ends, self.error.reason if self.error is not None else None,
+            self.usage, self.completion_tokens, self.arrived_s, self.submitted_s if self.submitted else None,
+            self.first_token_s, self.last_token_s, now_s,
+        )  # fmt: skip
+
     def close(self) -> None:
         """Gives back what the request holds. The table calls it once."""
+        self._leave_queue()
         self._drop()
         self._choices = []
         self.handler = None
@@ -215,11 +238,11 @@ class OpenRequest:
     def _chunk(self, choice: Choice) -> bytes:
         """The bytes of a GenerateResponse."""
         text = "".join(choice.new_text)
-        body = _chunk_body(choice.index, text, choice.new_ids, choice.new_logprobs)
+        body = chunk_wire.chunk_field(choice.index, text, choice.new_ids, choice.new_logprobs)
         choice.new_text.clear()
         choice.new_ids.clear()
         choice.new_logprobs.clear()
-        return self._chunk_prefix + _field(_CHUNK, body)
+        return self._chunk_prefix + body
 
     def _position(self, token: messages.Token, chosen: float) -> pb.PositionLogprobs:
         return pb.PositionLogprobs(
@@ -252,40 +275,17 @@ class OpenRequest:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _leave_queue(self) -> None:
+        if self.queued is not None:
+            self.queued.release()
+            self.queued = None
+
     def _drop(self) -> None:
         for choice in self._choices:
             choice.new_ids.clear()
             choice.new_text.clear()
             choice.new_logprobs.clear()
         self._buffered_bytes = 0
-
-
-def _varint(value: int) -> bytes:
-    if value < 0x80:
-        return _SMALL[value]
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
-def _field(number: int, body: bytes) -> bytes:
-    """A length-delimited field; its number is at most 15."""
-    return _SMALL[number << 3 | 2] + _varint(len(body)) + body
-
-
-def _chunk_body(index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[bytes]) -> bytes:
-    """A GenerateChunk, as protobuf writes it: measured at a quarter of the time that building the message takes."""
-    body = _SMALL[_INDEX << 3] + _varint(index) if index else b""
-    if text:
-        body += _field(_TEXT, text.encode())
-    if token_ids:
-        body += _field(_TOKEN_IDS, b"".join(map(_varint, token_ids)))
-    if logprobs:
-        body += b"".join(_field(_LOGPROBS, position) for position in logprobs)
-    return body
 
 
 def cached_tokens(usage: messages.Usage) -> pb.CachedTokens:
@@ -323,12 +323,14 @@ def client_owner(owner: str) -> str:
 
 
 class RequestTable:
-    """The open requests by id. At most `max_open`; none is added while draining."""
+    """The open requests by owner and id, so that no caller meets another's. At most `max_open`; none while draining."""
 
-    def __init__(self, max_open: int) -> None:
+    def __init__(self, max_open: int, observers: Sequence[Callable[[Ended], None]] = ()) -> None:
         assert max_open > 0
         self._max_open = max_open
-        self._by_id: dict[str, OpenRequest] = {}
+        self.meters = RequestMeters()
+        self._observers = (self.meters.request_ended, *observers)  # told of each that has left
+        self._by_id: dict[tuple[str, str], OpenRequest] = {}
         self._by_wire_id: dict[str, OpenRequest] = {}
         self._serial = 0
         self._idle_waiters: deque[asyncio.Future[None]] = deque()
@@ -346,40 +348,47 @@ class RequestTable:
         if self.draining:
             raise RequestError(ErrorReason.DRAINING, "the server is draining and takes no new work")
 
-    def open(self, request_id: str, arrived_s: float) -> OpenRequest:
+    def open(self, request_id: str, owner: str, arrived_s: float) -> OpenRequest:
         """Adds a request; an empty id is given a fresh one.
 
         Raises:
-            RequestError: draining, too many are open, or one of this id is.
+            RequestError: draining, too many are open, or the owner has one of this id.
         """
         self.check_open()
         if len(self._by_id) >= self._max_open:
             raise RequestError(ErrorReason.QUEUE_FULL, f"{self._max_open} requests are open, which is the limit")
-        if request_id in self._by_id:
+        if (owner, request_id) in self._by_id:
             raise RequestError(ErrorReason.DUPLICATE_REQUEST_ID, "a request of this id is open", field="request_id")
         self._serial += 1
         name = request_id or f"r-{self._serial}"
-        while name in self._by_id:
+        while (owner, name) in self._by_id:
             self._serial += 1
             name = f"r-{self._serial}"
-        request = OpenRequest(name, self._serial, arrived_s, asyncio.get_running_loop())
-        self._by_id[name] = request
+        request = OpenRequest(name, owner, self._serial, arrived_s, self.meters)
+        self._by_id[owner, name] = request
         self._by_wire_id[request.wire_id] = request
         return request
 
     def close(self, request: OpenRequest) -> None:
         """Removes a request that `open` gave."""
-        del self._by_id[request.request_id]
+        del self._by_id[request.owner, request.request_id]
         del self._by_wire_id[request.wire_id]
+        ended = request.ended(time.monotonic())
         request.close()
+        for observe in self._observers:
+            observe(ended)
         if not self._by_id:
             while self._idle_waiters:
                 waiter = self._idle_waiters.popleft()
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def find(self, request_id: str) -> OpenRequest | None:
-        return self._by_id.get(request_id)
+    def find(self, request_id: str, owner: str) -> OpenRequest | None:
+        return self._by_id.get((owner, request_id))
+
+    def find_all(self, request_id: str) -> list[OpenRequest]:
+        """Those of this id, whoever owns them: for operators."""
+        return [request for request in self._by_id.values() if request.request_id == request_id]
 
     def find_wire(self, wire_id: str) -> OpenRequest | None:
         return self._by_wire_id.get(wire_id)

@@ -1,7 +1,7 @@
-"""Where the front listens: a Unix socket in a directory that is ours alone, and loopback TCP.
+"""Where the front may listen: Unix sockets in a directory that is ours alone, and TCP.
 
 What must hold: nobody else can reach the socket or put another in its place; a living daemon's socket is never
-removed; a dead daemon's never hinders.
+removed; a dead daemon's never hinders; beyond this machine nothing is open without TLS and authentication.
 """
 
 import errno
@@ -63,8 +63,11 @@ def claim_socket(listen: str) -> Claim:
     return Claim(path, lock)
 
 
-def loopback_target(tcp: str) -> str:
-    """The listener address for HOST:PORT, refused unless HOST is a loopback address or localhost.
+def tcp_target(tcp: str, *, is_guarded: bool) -> str:
+    """The listener address for HOST:PORT. Unguarded, HOST must be a loopback address or localhost.
+
+    Args:
+        is_guarded: there are TLS and authentication.
 
     Raises:
         ListenError: it is not, or the port is none.
@@ -77,8 +80,11 @@ def loopback_target(tcp: str) -> str:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
         raise ListenError(f"{host!r} is not an IP address") from None
-    if not address.is_loopback:
-        raise ListenError(f"{address} is not a loopback address, and there is no TLS and no authentication")
+    if not address.is_loopback and not is_guarded:
+        raise ListenError(
+            f"{address} is not a loopback address: beyond this machine the daemon listens with TLS and authentication"
+            " only; set tls_cert_file, tls_key_file and principals_file"
+        )
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 

@@ -1,7 +1,7 @@
 """The one place where an error becomes a gRPC status: code, message and google.rpc details.
 
 Details are ErrorInfo (reason, domain "downcore"), BadRequest where a field is at fault, RetryInfo where trying again
-makes sense.
+makes sense. Then a trailer says the same to gRPC's own retries, which read no details: grpc-retry-pushback-ms.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from daemon.errors import ErrorReason, RequestError
 
 DOMAIN = "downcore"
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 MAX_MESSAGE_CHARS = 512  # statuses travel in HTTP/2 trailers, which peers bound
 
 CODES = {
@@ -24,6 +25,9 @@ CODES = {
     ErrorReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorReason.NO_CAPACITY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorReason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorReason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorReason.LIMIT_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorReason.DUPLICATE_REQUEST_ID: grpc.StatusCode.ALREADY_EXISTS,
     ErrorReason.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorReason.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
@@ -35,12 +39,14 @@ CODES = {
     ErrorReason.ENGINE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     ErrorReason.READER_STALLED: grpc.StatusCode.ABORTED,
     ErrorReason.TOKENIZER_TIMEOUT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorReason.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     ErrorReason.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 # Seconds after which a client may try again, where the error itself names none.
 RETRY_S = {
     ErrorReason.QUEUE_FULL: 1.0,
     ErrorReason.NO_CAPACITY: 1.0,
+    ErrorReason.LIMIT_EXCEEDED: 1.0,
     ErrorReason.DRAINING: 5.0,
     ErrorReason.ENGINE_UNAVAILABLE: 1.0,
 }
@@ -53,7 +59,7 @@ def status_of(error: RequestError) -> status_pb2.Status:
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    retry_s = error.retry_after_s if error.retry_after_s is not None else RETRY_S.get(error.reason)
+    retry_s = retry_s_of(error)
     if retry_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(int(retry_s * 1000))
@@ -67,8 +73,16 @@ def status_of(error: RequestError) -> status_pb2.Status:
     return status
 
 
+def retry_s_of(error: RequestError) -> float | None:
+    """Seconds after which trying again makes sense; None: it does not."""
+    return error.retry_after_s if error.retry_after_s is not None else RETRY_S.get(error.reason)
+
+
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: RequestError) -> None:
     """Ends the call with the error's status. Never returns normally."""
     status = status_of(error)
-    metadata = ((DETAILS_KEY, status.SerializeToString()),)
+    metadata: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
+    retry_s = retry_s_of(error)
+    if retry_s is not None:
+        metadata += ((PUSHBACK_KEY, str(int(retry_s * 1000))),)
     await context.abort(CODES[error.reason], status.message, trailing_metadata=metadata)

@@ -11,20 +11,26 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 
+from downcore.v1 import admin_pb2 as pb
+
 from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.child import Child
 from daemon.front.config import FrontConfig
+from daemon.front.events import EventLog
+from daemon.front.kv_feeds import KvFeeds
 from daemon.front.link import EngineLink
 from daemon.front.questions import A, Asked, Questions
 from daemon.front.requests import RequestTable
 from daemon.front.warm import WarmJobs
+from daemon.kv_messages import KvBatch, KvSnapshot
 
 log = logging.getLogger("downcore.front")
 
 QUICK_DEATH_S = 30.0  # an engine that was ready for less has died quickly
-SHUTDOWN_WAIT_S = 20.0  # for an engine to prove its ledger and leave
+SHUTDOWN_WAIT_S = 20.0  # for an engine to prove its ledger and leave, beside what it has for writing down
+LOAD_PATIENCE_S = 600.0  # an engine that loads and has said nothing for so long is stuck
 # How long the engine's compute threads spin for each other before they sleep (GNU OpenMP). The default is five times
 # this: as soon as anything else wants their cores, the thread that has work waits for the one that spins, and a forward
 # takes ten times as long. Without spinning it takes twice as long on idle cores; at a third of this a decode step's
@@ -44,6 +50,15 @@ ENGINE_ENVIRONMENT = {
 }
 
 
+TIER_EVENTS = {
+    messages.TierEventKind.DEGRADED: pb.EVENT_KIND_TIER_DEGRADED,
+    messages.TierEventKind.RECOVERED: pb.EVENT_KIND_TIER_RECOVERED,
+    messages.TierEventKind.EVICTED: pb.EVENT_KIND_TIER_EVICTED,
+    messages.TierEventKind.QUARANTINED: pb.EVENT_KIND_TIER_QUARANTINED,
+    messages.TierEventKind.DROPPED: pb.EVENT_KIND_TIER_DROPPED,
+}
+
+
 class EngineState(Enum):
     """Where the engine is."""
 
@@ -60,8 +75,16 @@ class EngineFailed(Exception):
 class Supervisor:
     """Runs the engine. `on_change` is called after every change of state."""
 
-    def __init__(self, config: FrontConfig, table: RequestTable, jobs: WarmJobs, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: FrontConfig,
+        table: RequestTable,
+        jobs: WarmJobs,
+        events: EventLog,
+        on_change: Callable[[], None],
+    ) -> None:
         self._config = config
+        self._events = events
         self._table = table
         self._jobs = jobs
         self._on_change = on_change
@@ -69,8 +92,10 @@ class Supervisor:
         self._link: EngineLink | None = None
         self._process: Child | None = None
         self._questions = Questions(self.send)
+        self.feeds = KvFeeds(self.send)
         self._load_failure: str | None = None
         self._pulse_s = 0.0
+        self._heard_s = self._loop.time()  # the last sign of life: of an engine, or that one is being started
         self._ready_s = 0.0
         self._stopping = False
         self.state = EngineState.DOWN
@@ -85,9 +110,21 @@ class Supervisor:
         return self._process.pid if self._process is not None else 0
 
     @property
+    def pulse_age_s(self) -> float:
+        """Since the step clock was last heard; meaningless before an engine was ready."""
+        return self._loop.time() - self._pulse_s
+
+    @property
     def is_serving(self) -> bool:
         """The engine is ready and its step clock turns."""
-        return self.state is EngineState.READY and self._loop.time() - self._pulse_s < self._config.pulse_timeout_s
+        return self.state is EngineState.READY and self.pulse_age_s < self._config.pulse_timeout_s
+
+    @property
+    def is_alive(self) -> bool:
+        """The step clock turns, or an engine is on its way to turn it: nobody has to end this daemon from outside."""
+        if self.state is EngineState.READY and not self._stopping:
+            return self.is_serving
+        return self._loop.time() - self._heard_s < LOAD_PATIENCE_S
 
     async def run(self) -> None:
         """Keeps an engine running until `stop`.
@@ -104,6 +141,7 @@ class Supervisor:
             lived_s = self._loop.time() - self._ready_s if was_ready else 0.0
             deaths = 1 if lived_s > QUICK_DEATH_S else deaths + 1
             log.error("engine gone: %s; start %d, quick deaths %d", why, self.starts, deaths)
+            self._events.add(pb.EVENT_KIND_ENGINE_GONE, why, count=self.starts)
             if self.info is None:
                 if self._load_failure is not None:
                     raise EngineFailed(self._load_failure)
@@ -163,16 +201,17 @@ class Supervisor:
     async def stop(self) -> None:
         """Lets the engine release everything and leave; kills it where it does not in time."""
         self._stopping = True
+        self.feeds.fail(RequestError(ErrorReason.DRAINING, "the server is stopping"))
         if self.state is EngineState.READY:
             self.send(messages.Shutdown())
         else:
             self.kill()
         if self._process is not None:
             try:
-                async with asyncio.timeout(SHUTDOWN_WAIT_S):
+                async with asyncio.timeout(SHUTDOWN_WAIT_S + self._config.engine.flush_window_s):
                     await self._process.wait()
             except TimeoutError:
-                log.error("the engine did not leave in %.0f s and is killed", SHUTDOWN_WAIT_S)
+                log.error("the engine did not leave in time and is killed")
                 self.kill()
                 await self._process.wait()
         self._set_state(EngineState.STOPPED)
@@ -200,10 +239,12 @@ class Supervisor:
             theirs.close()
         self.starts += 1
         self._set_state(EngineState.LOADING)
+        self._heard_s = self._loop.time()
         log.info("engine started: pid %d, start %d", process.pid, self.starts)
+        self._events.add(pb.EVENT_KIND_ENGINE_STARTED, f"engine started: pid {process.pid}", count=self.starts)
         link = await EngineLink.connect(ours, self._receive)
         self._link = link
-        link.send(messages.Configure(self._config.engine))
+        link.send(messages.Configure(self._config.engine, self._config.log_format))
         exited = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait((link.closed, exited), return_when=asyncio.FIRST_COMPLETED)
@@ -223,6 +264,7 @@ class Supervisor:
         error = RequestError(ErrorReason.ENGINE_UNAVAILABLE, "the engine has died and is being started again")
         num_failed = self._table.fail_submitted(error)
         self._questions.fail(error)
+        self.feeds.fail(error)
         self._jobs.lose_engine(error)
         if num_failed:
             log.error("%d requests failed with their engine", num_failed)
@@ -244,6 +286,7 @@ class Supervisor:
                 self._pulse_s = self._loop.time()
                 self.steps = message.steps
             case messages.Started():
+                self._table.meters.prompt_computed(message.usage)
                 request = self._table.find_wire(message.request_id)
                 if request is not None:
                     request.start(message.usage)
@@ -259,14 +302,22 @@ class Supervisor:
                     self._jobs.receive(message)
             case cm.WarmProgress() | cm.WarmDone():
                 self._jobs.receive(message)
+            case KvBatch() | KvSnapshot():
+                self.feeds.receive(message)
             case messages.Loading():
+                self._heard_s = self._loop.time()
                 self.loaded = message.done_bytes / max(message.total_bytes, 1)
             case messages.Ready():
                 self.info = message.info
                 self.loaded = 1.0
                 self._ready_s = self._pulse_s = self._loop.time()
+                self._events.add(pb.EVENT_KIND_ENGINE_READY, f"engine ready: {message.info.model}", count=self.starts)
                 self._set_state(EngineState.READY)
                 log.info("engine ready: %s", message.info.model)
+            case messages.TierEvent():
+                self._events.add(
+                    TIER_EVENTS[message.kind], message.message, tier=message.tier.value, count=message.count
+                )
             case messages.LoadFailed():
                 self._load_failure = message.message
             case _:
@@ -275,6 +326,7 @@ class Supervisor:
     def _step(self, output: messages.StepOutput) -> None:
         now_s = time.monotonic()
         self._pulse_s = self._loop.time()
+        self._table.meters.answer_tokens += len(output.tokens)
         # The token that ended an answer by its id has no text.
         hidden = {(f.request_id, f.index): f.stop_token_id for f in output.finished if f.stop_token_id is not None}
         find = self._table.find_wire

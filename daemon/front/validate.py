@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from downcore.v1 import cache_pb2
+from downcore.v1 import admin_pb2, cache_pb2
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from daemon.cache_messages import MAX_PREFIX_ROWS
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.config import MAX_DRAIN_S
+from daemon.front.principals import is_namespace
 
 MAX_N = 8
 MAX_TOP_LOGPROBS = 20
@@ -29,12 +30,14 @@ MAX_ROLE_BYTES = 64
 MAX_WARM_PROMPTS = 64
 MAX_TTL_S = 10 * 365 * 86_400.0
 MAX_QUOTA_BYTES = 1 << 50
+MAX_EVENT_KINDS = 64
 MIN_WATCH_S = 0.1
 MAX_WATCH_S = 3600.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PAGE_TOKEN = re.compile(r"[A-Za-z0-9_=-]{0,1024}")
 _KEY_PREFIX = re.compile(r"[0-9a-f]{0,64}")
+_LOG_ID = re.compile(r"[0-9a-f]{0,64}")
 _SEQUENCE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}(/[0-9]{1,2})?")
 
 
@@ -241,7 +244,15 @@ _IDS = (
     _rule("token_ids.ids", _known_tokens),
 )
 
+_NAMESPACE = Rule(
+    "namespace",
+    lambda request: request.namespace or None,
+    lambda value, limits: None if is_namespace(value) else "must be names [A-Za-z0-9._-]+ separated by slashes",
+)
+_GIVEN_NAMESPACE = Rule("namespace", lambda request: request.namespace, _given("must be given"))
+
 GENERATE = (
+    _NAMESPACE,
     Rule("request_id", lambda request: request.request_id or None, _matches(_REQUEST_ID)),
     _present("prompt", "one of text, token_ids and chat must be given"),
     *_TEXT,
@@ -276,11 +287,17 @@ GENERATE = (
 )
 TOKENIZE = (_present("prompt", "one of text and chat must be given"), *_TEXT)
 ABORT = (_rule("request_id", _matches(_REQUEST_ID)),)
-ABORT_SEQUENCE = (_rule("id", _matches(_SEQUENCE_ID)),)
+ABORT_SEQUENCE = (_rule("id", _matches(_SEQUENCE_ID)), _NAMESPACE)
 LIST_SEQUENCES = (Rule("id", lambda request: request.id or None, _matches(_SEQUENCE_ID)),)
 WATCH_TIERS = (
     # 0 is a proto3 absent value; NaN and -0.0 are not.
     Rule("interval_s", lambda r: None if r.interval_s == 0 else r.interval_s, _real(MIN_WATCH_S, MAX_WATCH_S)),
+)
+_EVENT_KIND = _member(admin_pb2.EventKind.DESCRIPTOR, given=True)
+WATCH_EVENTS = (
+    _rule("log_id", _matches(_LOG_ID)),
+    _rule("kinds", _at_most(MAX_EVENT_KINDS)),
+    _rule("kinds", lambda kinds, limits: next(filter(None, (_EVENT_KIND(kind, limits) for kind in kinds)), None)),
 )
 _TIER = _member(cache_pb2.CacheTier.DESCRIPTOR)
 _GIVEN_TIER = _member(cache_pb2.CacheTier.DESCRIPTOR, given=True)
@@ -292,6 +309,7 @@ PROMPT = (
     *_IDS,
 )
 WARM_PREFIX = (
+    _NAMESPACE,
     Rule("key", lambda request: request.key or None, _matches(_REQUEST_ID)),
     _rule("prompts", _not_empty),
     _rule("prompts", _at_most(MAX_WARM_PROMPTS), ErrorReason.TOO_LARGE),
@@ -304,22 +322,24 @@ WARM_PREFIX = (
     ),
     Rule("detached", lambda request: request.key if request.detached else None, _given("needs a key")),
 )
-LOOKUP_PREFIX = (_message("prompt"),)
+LOOKUP_PREFIX = (_NAMESPACE, _message("prompt"))
 SELECTED_PREFIX = (
+    _NAMESPACE,
     _message("prefix"),
     Rule("prefix", lambda r: r.prefix.WhichOneof("prefix") or "", _given("needs one of key and prompt")),
     _rule("prefix.key", _matches(_KEY)),
 )
 PIN_PREFIX = (*SELECTED_PREFIX, _TTL)
 LIST_PREFIXES = (
+    _NAMESPACE,
     _rule("page_size", _whole(0, MAX_PREFIX_ROWS)),
     _rule("page_token", _matches(_PAGE_TOKEN)),
     _rule("key_prefix", _matches(_KEY_PREFIX)),
     _rule("order", _member(cache_pb2.PrefixOrder.DESCRIPTOR)),
 )
 FLUSH_TIER = VERIFY_TIER = (_rule("tier", _GIVEN_TIER),)
-_NAMESPACE = _rule("namespace", _matches(_REQUEST_ID))
 SET_QUOTA = (
+    _GIVEN_NAMESPACE,
     _NAMESPACE,
     Rule(
         "cached_bytes",
@@ -334,6 +354,6 @@ SET_QUOTA = (
         _given("must be at most cached_bytes"),
     ),
 )
-REMOVE_QUOTA = (_NAMESPACE,)
+REMOVE_QUOTA = (_GIVEN_NAMESPACE, _NAMESPACE)
 DRAIN = (_rule("timeout_s", _real(0, MAX_DRAIN_S)),)
 NO_LIMITS = Limits(vocab_size=1, max_context_tokens=1, max_answer_tokens=1, max_prompt_bytes=1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
+from daemon.front.limits import QueuedTokens
 from daemon.front.requests import warm_wire_id
 
 MAX_JOBS = 64  # running at a time
@@ -48,6 +49,7 @@ class WarmJob:
     """One job. It is over once it has a receipt or an error."""
 
     key: str
+    owner: str  # the namespace of its caller, which alone knows it by its key
     serial: int
     digest: bytes  # of the content
     is_detached: bool
@@ -56,6 +58,7 @@ class WarmJob:
     error: RequestError | None = None
     num_listeners: int = 0
     task: "asyncio.Task[None] | None" = None  # drives it
+    queued: QueuedTokens | None = None  # of its caller's limit, until it is over
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # is set at the next change, and replaced
 
     @property
@@ -100,12 +103,12 @@ class _Kept:
 
 
 class WarmJobs:
-    """The jobs that run, by key, and the receipts of those that ended. Bounded both."""
+    """The jobs that run, by owner and key, and the receipts of those that ended. Bounded both."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, WarmJob] = {}
+        self._jobs: dict[tuple[str, str], WarmJob] = {}
         self._parts: dict[str, tuple[WarmJob, WarmPart]] = {}  # those that the engine has, by wire id
-        self._receipts: OrderedDict[str, _Kept] = OrderedDict()  # oldest first
+        self._receipts: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # oldest first
         self._serial = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -117,19 +120,19 @@ class WarmJobs:
         """Over those running now; ending them on the way is allowed."""
         return iter(tuple(self._jobs.values()))
 
-    def find(self, key: str) -> WarmJob | None:
-        """The running job of this key."""
-        return self._jobs.get(key)
+    def find_all(self, key: str) -> list[WarmJob]:
+        """The running jobs of this key, whoever owns them: for operators."""
+        return [job for job in self._jobs.values() if job.key == key]
 
-    def join(self, key: str, digest: bytes, now_s: float) -> WarmJob | Receipt | None:
+    def join(self, key: str, owner: str, digest: bytes, now_s: float) -> WarmJob | Receipt | None:
         """What a call with this key and content joins: a running job, or the receipt of one.
 
         Raises:
             RequestError: the key names a job of other content.
         """
-        job, kept = self._jobs.get(key), self._receipts.get(key)
+        job, kept = self._jobs.get((owner, key)), self._receipts.get((owner, key))
         if kept is not None and kept.until_s <= now_s:
-            del self._receipts[key]
+            del self._receipts[owner, key]
             kept = None
         known = job or kept
         if known is not None and known.digest != digest:
@@ -137,31 +140,31 @@ class WarmJobs:
             raise RequestError(ErrorReason.ALREADY_EXISTS, text, field="key")
         return job or (kept.receipt if kept is not None else None)
 
-    def open(self, key: str, digest: bytes, *, is_detached: bool) -> WarmJob:
+    def open(self, key: str, owner: str, digest: bytes, *, is_detached: bool) -> WarmJob:
         """Adds a job; an empty key is given a fresh one.
 
         Raises:
             RequestError: too many run.
         """
-        assert key not in self._jobs
+        assert (owner, key) not in self._jobs
         if len(self._jobs) >= MAX_JOBS:
             raise RequestError(ErrorReason.QUEUE_FULL, f"{MAX_JOBS} warming jobs run, which is the limit")
         self._serial += 1
         name = key or f"w-{self._serial}"
-        while name in self._jobs or (not key and name in self._receipts):
+        while (owner, name) in self._jobs or (not key and (owner, name) in self._receipts):
             self._serial += 1
             name = f"w-{self._serial}"
-        job = self._jobs[name] = WarmJob(name, self._serial, digest, is_detached)
+        job = self._jobs[owner, name] = WarmJob(name, owner, self._serial, digest, is_detached)
         self._idle.clear()
         return job
 
     def close(self, job: WarmJob, *, keep_until_s: float | None) -> None:
         """Removes a job that is over; its receipt is kept where it has one and a time is given."""
         assert job.is_over
-        del self._jobs[job.key]
+        del self._jobs[job.owner, job.key]
         if job.receipt is not None and keep_until_s is not None:
-            self._receipts[job.key] = _Kept(job.digest, job.receipt, keep_until_s)
-            self._receipts.move_to_end(job.key)
+            self._receipts[job.owner, job.key] = _Kept(job.digest, job.receipt, keep_until_s)
+            self._receipts.move_to_end((job.owner, job.key))
             if len(self._receipts) > MAX_RECEIPTS:
                 self._receipts.popitem(last=False)
         if not self._jobs:
@@ -230,5 +233,5 @@ class WarmJobs:
         assert len(self._jobs) <= MAX_JOBS
         assert len(self._receipts) <= MAX_RECEIPTS
         for job, part in self._parts.values():
-            assert self._jobs.get(job.key) is job
+            assert self._jobs.get((job.owner, job.key)) is job
             assert part in job.parts

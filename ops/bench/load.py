@@ -102,10 +102,15 @@ def ask_together(client: Client, prompts: list[list[int]], max_tokens: int) -> l
     return [result for result in results if result is not None]
 
 
-def _events(client: Client, prompt: list[int], max_tokens: int) -> Iterator[generation_pb2.GenerateResponse]:
-    request = generation_pb2.GenerateRequest(
+def make_request(prompt: list[int], max_tokens: int) -> generation_pb2.GenerateRequest:
+    """A greedy answer of exactly `max_tokens` tokens."""
+    return generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=prompt),
         sampling=generation_pb2.SamplingParams(temperature=0.0),
         stopping=generation_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
     )
+
+
+def _events(client: Client, prompt: list[int], max_tokens: int) -> Iterator[generation_pb2.GenerateResponse]:
+    request = make_request(prompt, max_tokens)
     return client.stream(f"{GENERATION}/Generate", request, generation_pb2.GenerateResponse, CALL_TIMEOUT_S)

@@ -13,8 +13,10 @@ from ops.cli.errors import CliError, ExitCode
 class Format(StrEnum):
     """How a command prints its result."""
 
-    TABLE = "table"
-    JSON = "json"
+    TABLE = "table"  # for people
+    JSON = "json"  # the whole answer
+    JSONL = "jsonl"  # a row a line
+    CSV = "csv"  # a header, and a row a line
 
 
 ServerOption = Annotated[
@@ -27,7 +29,7 @@ ServerOption = Annotated[
     ),
 ]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait.")]
-FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Print a table or JSON.")]
+FormatOption = Annotated[Format, typer.Option("--output", "-o", help="For people, or for programs.")]
 
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}  # context settings of a command

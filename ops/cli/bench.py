@@ -1,5 +1,6 @@
 """downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found.
 
+`downcore bench load` puts a running daemon under load.
 `downcore bench replay` needs no daemon: it shows recorded requests to the policies of the prefix cache.
 """
 
@@ -28,9 +29,10 @@ from ops.bench.replay_trace import TraceError, read_traces, trace_files
 from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
 from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
+from ops.cli.bench_load import load
 from ops.cli.client import connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import make_console, print_json
+from ops.cli.output import make_console, print_data
 from ops.model.catalog import SMOLLM2
 from ops.model.fetch import FetchError, ensure_model
 from tiers.flops import ComputeCost
@@ -42,6 +44,7 @@ DEFAULT_STREAMS = [1, 16]
 DEFAULT_BUDGETS = [0.05, 0.1, 0.2]
 
 app = make_app()
+app.command("load", context_settings=HELP_NAMES)(load)
 
 
 def run(arguments: list[str]) -> int:
@@ -89,8 +92,8 @@ def bench(
     if plot:
         script = Path(ops.bench.__path__[0]) / "plot.py"
         subprocess.run([sys.executable, str(script), str(path), str(path.with_suffix(".png"))], check=True)
-    if output is Format.JSON:
-        print_json(as_plain(report))
+    if output is not Format.TABLE:
+        print_data(as_plain(report), output)
     else:
         print_report(report, make_console())
     progress.print(f"\nwritten: {path}" + (" and the .png beside it" if plot else ""), soft_wrap=True)
@@ -155,8 +158,8 @@ def replay(
     file_names = tuple(file.name for file in files)
     report = ReplayReport(name or "-".join(path.stem for path in traces), file_names, replayed, times, cpu_s)
     path = write_replay(report, results)
-    if output is Format.JSON:
-        print_json(replay_as_plain(report))
+    if output is not Format.TABLE:
+        print_data(replay_as_plain(report), output)
     else:
         print_replay(report, make_console())
     stderr.print(f"\nwritten: {path}", soft_wrap=True)

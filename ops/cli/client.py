@@ -1,21 +1,28 @@
 """Calls to the daemon, and what their failures mean to a user of the command line."""
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, Self, TypeVar
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from ops.cli.app import server_target
+from ops.cli.credentials import channel_credentials
 from ops.cli.errors import CliError, ExitCode
 
 ADMIN = "downcore.v1.AdminService"
 CACHE = "downcore.v1.CacheService"
 GENERATION = "downcore.v1.GenerationService"
 MAX_MESSAGE_BYTES = 64 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a proxy from the environment has no business between a user and a local socket
+)
 ERROR_DOMAIN = "downcore"
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -81,12 +88,26 @@ class Client:
 def connect(server: str | None) -> Generator[Client]:
     """A client of the daemon at `server`, closed at the end."""
     target = server_target(server)
-    options = [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.enable_http_proxy", 0),  # a proxy from the environment has no business between a user and a local socket
-    ]
-    with grpc.insecure_channel(target, options=options) as channel:
+    credentials = channel_credentials(target, os.environ)
+    if credentials is None:
+        channel = grpc.insecure_channel(target, options=OPTIONS)
+    else:
+        channel = grpc.secure_channel(target, credentials, options=OPTIONS)
+    with channel:
         yield Client(channel, target)
+
+
+@asynccontextmanager
+async def connect_async(server: str | None) -> AsyncGenerator[grpc.aio.Channel]:
+    """The same as a bare channel for an event loop, for who makes many calls at a time."""
+    target = server_target(server)
+    credentials = channel_credentials(target, os.environ)
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options=OPTIONS)
+    async with channel:
+        yield channel
 
 
 def explain(call: grpc.Call, target: str) -> CliError:
@@ -98,6 +119,8 @@ def explain(call: grpc.Call, target: str) -> CliError:
         if code is grpc.StatusCode.UNAVAILABLE:  # somebody answered, so the daemon is there and does not serve
             exit_code = ExitCode.DEGRADED
         return CliError(exit_code, f"{details} [{reason}]")
+    if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
+        return CliError(exit_code, f"TLS with {target} failed: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return CliError(exit_code, f"no daemon answers at {target.removeprefix('unix:')}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -105,7 +128,13 @@ def explain(call: grpc.Call, target: str) -> CliError:
     return CliError(exit_code, f"{details or 'the call failed'} [{code.name}]")
 
 
-def _reason(call: grpc.Call) -> str | None:
+def reason_of(call: grpc.Call | grpc.aio.AioRpcError) -> str | None:
+    """The daemon's own reason for a failure, from its catalogue, where it sent one."""
+    reason = _reason(call)
+    return reason.partition(":")[0] if reason is not None else None
+
+
+def _reason(call: grpc.Call | grpc.aio.AioRpcError) -> str | None:
     """Reason and fields of the google.rpc details, where the daemon sent any."""
     encoded = [value for key, value in call.trailing_metadata() or () if key == DETAILS_KEY]
     if not encoded:

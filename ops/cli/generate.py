@@ -82,6 +82,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     request = generation_pb2.GenerateRequest(request_id=request_id, sampling=sampling, stopping=stopping, n=number)
+    if output is Format.CSV:
+        raise CliError(ExitCode.USAGE, "-o csv is for lists; an answer is a stream of events: -o jsonl")
     text = read_prompt(prompt, prompt_file)
     if chat:
         request.chat.CopyFrom(make_chat(text, system))
@@ -91,7 +93,7 @@ def generate(
         request.text = text
     with connect(server) as client:
         events = client.stream(f"{GENERATION}/Generate", request, generation_pb2.GenerateResponse, timeout)
-        if output is Format.JSON:
+        if output is not Format.TABLE:
             for event in events:
                 print_json(as_dict(event), one_line=True)
         else:

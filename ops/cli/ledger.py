@@ -6,7 +6,7 @@ from downcore.v1 import admin_pb2
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
 from ops.cli.client import ADMIN, connect
 from ops.cli.errors import ExitCode
-from ops.cli.output import as_dict, human_bytes, make_console, make_table, print_json
+from ops.cli.output import as_dict, human_bytes, make_console, make_table, print_data
 
 app = make_app()
 
@@ -21,8 +21,8 @@ def ledger(server: ServerOption = None, timeout: TimeoutOption = 10.0, output: F
     """Every byte of every tier by owner and kind. Exits 1 when something is astray."""
     with connect(server) as client:
         answer = client.unary(f"{ADMIN}/GetLedger", admin_pb2.GetLedgerRequest(), admin_pb2.GetLedgerResponse, timeout)
-    if output is Format.JSON:
-        print_json(as_dict(answer))
+    if output is not Format.TABLE:
+        print_data(as_dict(answer), output, rows="entries")
     else:
         _print_table(answer)
     if not answer.balanced:

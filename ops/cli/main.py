@@ -7,8 +7,10 @@ the only place of the project where a module is imported while the program runs.
 
 import difflib
 import importlib
+import os
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 from ops.cli.errors import CliError, ExitCode
 
@@ -28,22 +30,37 @@ COMMANDS = {
     "quota": Command("ops.cli.quota", "What a namespace may keep: ls, set, rm"),
     "session": Command("ops.cli.session", "Sequences being served: ls, show ID, abort ID"),
     "ledger": Command("ops.cli.ledger", "Every byte of every tier by owner and kind"),
+    "top": Command("ops.cli.top", "Tiers, rates and sequences, live"),
+    "events": Command("ops.cli.events", "What has happened to the daemon; -f: what happens"),
     "generate": Command("ops.cli.generate", "Stream an answer to a prompt"),
     "tokenize": Command("ops.cli.tokenize", "Token ids of a text"),
     "ping": Command("ops.cli.ping", "Health and round-trip time"),
+    "token": Command("ops.cli.token", "Tokens for the daemon's callers: new, hash"),
     "drain": Command("ops.cli.drain", "Refuse new requests and wait for the open ones"),
     "serve": Command("ops.cli.serve", "Run the daemon in the foreground"),
+    "config": Command("ops.cli.config", "Settings of the daemon: show, check"),
+    "doctor": Command("ops.cli.doctor", "Is this machine fit, and what to change"),
     "model": Command("ops.cli.model", "Models: check, fetch, path"),
     "store": Command("ops.cli.store", "The disk tier's directory, offline: fsck, dump"),
     "demo": Command("ops.cli.demo", "Ask two questions about a real document"),
     "bench": Command("ops.cli.bench", "Measure the served model beside transformers"),
+    "completion": Command("ops.cli.completion", "A completion script: bash, zsh, fish"),
     "version": Command("ops.cli.version", "Version of this program"),
 }
 
-USAGE = "usage: downcore COMMAND [OPTIONS]"
+# Flags before a command, each a variable too.
+CREDENTIALS = {
+    "--token-file": "DOWNCORE_TOKEN_FILE",
+    "--tls-ca": "DOWNCORE_TLS_CA",
+    "--tls-cert": "DOWNCORE_TLS_CERT",
+    "--tls-key": "DOWNCORE_TLS_KEY",
+}
+
+USAGE = "usage: downcore [CREDENTIALS] COMMAND [OPTIONS]"
 FOOTER = """\
 Each command explains itself: downcore COMMAND --help
 The daemon is found at --server, $DOWNCORE_SERVER, or its default Unix socket.
+Credentials, where it wants any: --token-file, --tls-ca, --tls-cert, --tls-key FILE, or $DOWNCORE_TOKEN_FILE and so on.
 Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 unauthorised, 5 degraded, 6 not found, 7 timeout."""
 
 
@@ -54,6 +71,10 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Carries out one command line; returns the exit code."""
+    try:
+        arguments = take_credentials(arguments)
+    except CliError as error:
+        return _fail(error.code, str(error))
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return ExitCode.OK if arguments else ExitCode.USAGE
@@ -63,11 +84,27 @@ def run(arguments: list[str]) -> int:
     if command is None:
         return _fail(ExitCode.USAGE, _unknown(name))
     try:
-        return importlib.import_module(command.module).run(rest)
+        return load(name).run(rest)
     except CliError as error:
         return _fail(error.code, str(error))
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+
+
+def take_credentials(arguments: list[str]) -> list[str]:
+    """Puts the flags before the command into the environment, where ops/cli/credentials.py looks. Returns: the rest."""
+    while arguments and arguments[0].split("=", 1)[0] in CREDENTIALS:
+        flag, equals, value = arguments[0].partition("=")
+        if not equals and len(arguments) < 2:
+            raise CliError(ExitCode.USAGE, f"{flag} needs a file")
+        os.environ[CREDENTIALS[flag]] = value if equals else arguments[1]
+        arguments = arguments[1 if equals else 2 :]
+    return arguments
+
+
+def load(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(COMMANDS[name].module)
 
 
 def help_text() -> str:

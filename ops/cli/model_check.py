@@ -7,7 +7,7 @@ import typer
 
 from ops.cli.app import Format, FormatOption
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import human_bytes, human_count, make_console, make_facts, make_table, print_json
+from ops.cli.output import human_bytes, human_count, make_console, make_facts, make_table, print_data
 from ops.model.check import CheckError, check_folder
 
 
@@ -26,8 +26,8 @@ def check(
         report = check_folder(path, pool_bytes=pool_bytes, max_sequences=max_sequences)
     except CheckError as error:
         raise CliError(ExitCode.FAILED, str(error)) from None
-    if output is Format.JSON:
-        print_json(report)
+    if output is not Format.TABLE:
+        print_data(report, output)
         return
     console = make_console()
     console.print(make_facts(_facts(report)))

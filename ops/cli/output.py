@@ -1,10 +1,11 @@
-"""How results look: tables for people, JSON for programs. Works with and without a terminal."""
+"""How results look: tables for people, JSON and CSV for programs. Works with and without a terminal."""
 
 import base64
+import csv
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
@@ -12,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ops.cli.app import Format
 
 PLAIN_WIDTH = 200  # columns where there is no terminal to ask
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -124,6 +127,64 @@ def print_json(value: Any, *, one_line: bool = False) -> None:
     """JSON on stdout; `one_line` for streams of values."""
     text = json.dumps(value, ensure_ascii=False, indent=None if one_line else 2)
     print(text, flush=True, file=sys.stdout)
+
+
+def print_data(value: Any, output: Format, *, rows: str | None = None) -> None:
+    """An answer for programs: as JSON all of it, else its rows, a line each.
+
+    Args:
+        rows: the field of `value` that holds them; without it `value` itself is a list of rows, or one row.
+    """
+    assert output is not Format.TABLE, "a table is drawn by who knows what it shows"
+    if output is Format.JSON:
+        print_json(value)
+        return
+    found: Any = value[rows] if rows is not None else value
+    lines = Lines(output)
+    for row in cast("list[Any]", found) if isinstance(found, list) else [found]:
+        lines.add(row)
+
+
+class Lines:
+    """Rows that come one after the other: a line of JSON each, or CSV below one header, that of the first row."""
+
+    def __init__(self, output: Format) -> None:
+        assert output is not Format.TABLE
+        self._output = output
+        self._columns: list[str] | None = None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Prints a row. What the first row did not have is left out of CSV; nested values are columns `outer.inner`."""
+        if self._output is not Format.CSV:
+            print_json(dict(row), one_line=True)
+            return
+        flat = _flat(row)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        if self._columns is None:
+            self._columns = list(flat)
+            writer.writerow(self._columns)
+        writer.writerow([flat.get(column, "") for column in self._columns])
+        sys.stdout.flush()
+
+    def add_look(self, name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+        """Prints one look at several things: in JSON a line with all of them, in CSV a row each; `more` is of all."""
+        if self._output is not Format.CSV:
+            self.add({**more, name: list(rows)})
+            return
+        for row in rows:
+            self.add({**more, **row})
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            flat[prefix + name] = json.dumps(value, ensure_ascii=False)
+        else:
+            flat[prefix + name] = "" if value is None else value
+    return flat
 
 
 def _plain(field: Any, value: Any) -> Any:  # the descriptor is one of two classes, by protobuf's implementation

@@ -23,8 +23,9 @@ from ops.cli.cache_options import (
     make_selector,
 )
 from ops.cli.client import CACHE, Client, connect
+from ops.cli.confirm import DryRunOption, YesOption, confirm
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import as_dict, counted, make_console, make_facts, print_json
+from ops.cli.output import Lines, as_dict, counted, make_console, make_facts, print_data
 from ops.cli.prefix_view import (
     described_bytes,
     lookup_facts,
@@ -76,8 +77,8 @@ def list_prefixes(
     """Cached prefixes. Blocks and bytes are those past the prefix that each continues, so they add up."""
     with connect(server) as client:
         found, total = _list(client, key.lower(), order, limit, timeout)
-    if output is Format.JSON:
-        print_json([as_dict(prefix) for prefix in found])
+    if output is not Format.TABLE:
+        print_data([as_dict(prefix) for prefix in found], output)
     elif found:
         make_console().print(prefix_table(found, time.time()))
     if output is Format.TABLE and len(found) < total:
@@ -114,8 +115,8 @@ def explain(
     request = cache_pb2.LookupPrefixRequest(prompt=question)
     with connect(server) as client:
         found = client.unary(f"{CACHE}/LookupPrefix", request, cache_pb2.LookupPrefixResponse, timeout)
-    if output is Format.JSON:
-        print_json(as_dict(found))
+    if output is not Format.TABLE:
+        print_data(as_dict(found), output)
         return
     console = make_console()
     console.print(make_facts(lookup_facts(found)))
@@ -165,7 +166,8 @@ def unpin_prefix(
 @app.command("evict")
 def evict_prefix(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A prefix's key, or its beginning.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     server: ServerOption = None,
     timeout: TimeoutOption = 30.0,
     output: FormatOption = Format.TABLE,
@@ -173,12 +175,16 @@ def evict_prefix(
     """Forget a prefix in every tier, and all that continue it. Asks first. Exits 6 when there is none."""
     with connect(server) as client:
         whole_key = find_key(client, key, timeout)
-        if not yes:
-            _confirm(_fetch(client, whole_key, timeout))
+        if dry_run or not yes:
+            what = _described(_fetch(client, whole_key, timeout))
+            if dry_run:
+                print(f"would evict {what} and all that continue it")
+                return
+            confirm(f"Evict {what} and all that continue it?", yes=False)
         request = cache_pb2.EvictPrefixRequest(prefix=cache_pb2.PrefixSelector(key=whole_key))
         gone = client.unary(f"{CACHE}/EvictPrefix", request, cache_pb2.EvictPrefixResponse, timeout)
-    if output is Format.JSON:
-        print_json(as_dict(gone))
+    if output is not Format.TABLE:
+        print_data(as_dict(gone), output)
         return
     parts = (
         counted(gone.prefixes, "prefix", "prefixes"),
@@ -201,11 +207,12 @@ def top(
 ) -> None:
     """The first prefixes of an order, again and again; with -o json one line each time."""
     console = make_console()
+    lines = Lines(output) if output is not Format.TABLE else None
     with connect(server) as client, Live(console=console, auto_refresh=False, transient=False) as live:
         for prefixes, total in _watch(client, order, limit, interval, count, timeout):
-            if output is Format.JSON:
+            if lines is not None:
                 rows = [as_dict(prefix) for prefix in prefixes]
-                print_json({"time_s": time.time(), "total": total, "prefixes": rows}, one_line=True)
+                lines.add_look("prefixes", rows, time_s=time.time(), total=total)
                 continue
             now_s = time.time()
             shown = Group(
@@ -256,16 +263,11 @@ def _fetch(client: Client, key: str, timeout_s: float) -> cache_pb2.Prefix:
 
 
 def _print_prefix(prefix: cache_pb2.Prefix, output: Format) -> None:
-    if output is Format.JSON:
-        print_json(as_dict(prefix))
+    if output is not Format.TABLE:
+        print_data(as_dict(prefix), output)
     else:
         make_console().print(make_facts(prefix_facts(prefix, time.time())))
 
 
-def _confirm(prefix: cache_pb2.Prefix) -> None:
-    """Returns where the user says yes."""
-    if not sys.stdin.isatty():
-        raise CliError(ExitCode.USAGE, "there is no terminal to ask at: --yes evicts without asking")
-    what = f"prefix {short_key(prefix.key)} of {prefix.tokens:,} tokens ({described_bytes(prefix.bytes)})"
-    if not typer.confirm(f"Evict {what} and all that continue it?", err=True):
-        raise CliError(ExitCode.FAILED, "nothing was evicted")
+def _described(prefix: cache_pb2.Prefix) -> str:
+    return f"prefix {short_key(prefix.key)} of {prefix.tokens:,} tokens ({described_bytes(prefix.bytes)})"

@@ -12,7 +12,7 @@ from ops.cli.app import Format, FormatOption, ServerOption
 from ops.cli.cache_options import ChatOption, SystemOption, TierChoice, make_prompt
 from ops.cli.client import CACHE, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import as_dict, make_console, print_json
+from ops.cli.output import as_dict, make_console, print_data
 from ops.cli.prefix_view import receipt_table
 from ops.cli.progress import Bars, bars
 from ops.cli.prompt import read_prompt
@@ -73,8 +73,8 @@ def warm(
             raise
     if receipt is None:
         print(f"begun: {key}", file=sys.stderr)
-    elif output is Format.JSON:
-        print_json(as_dict(receipt))
+    elif output is not Format.TABLE:
+        print_data(as_dict(receipt), output, rows="prefixes")
     else:
         make_console().print(receipt_table(receipt, names))
         if receipt.is_repeated:

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from ops.cli.app import Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
 from ops.cli.client import ADMIN, connect
+from ops.cli.confirm import DryRunOption, YesOption, confirm
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import as_dict, human_bytes, make_console, make_table, print_json
+from ops.cli.output import as_dict, human_bytes, make_console, make_table, print_data
 from ops.cli.quantities import parse_bytes
 
 app = make_app("What a namespace may keep in the cache, over all tiers.")
@@ -31,8 +32,8 @@ def list_quotas(
         answer = client.unary(
             f"{ADMIN}/ListQuotas", admin_pb2.ListQuotasRequest(), admin_pb2.ListQuotasResponse, timeout
         )
-    if output is Format.JSON:
-        print_json(as_dict(answer)["quotas"])
+    if output is not Format.TABLE:
+        print_data(as_dict(answer)["quotas"], output)
     elif answer.quotas:
         make_console().print(quota_table(answer.quotas))
     else:
@@ -62,8 +63,8 @@ def set_quota(
     )
     with connect(server) as client:
         answer = client.unary(f"{ADMIN}/SetQuota", request, admin_pb2.SetQuotaResponse, timeout)
-    if output is Format.JSON:
-        print_json(as_dict(answer.quota))
+    if output is not Format.TABLE:
+        print_data(as_dict(answer.quota), output)
     else:
         make_console().print(quota_table([answer.quota]))
 
@@ -71,16 +72,22 @@ def set_quota(
 @app.command("rm")
 def remove_quota(
     namespace: NameArgument,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     server: ServerOption = None,
     timeout: TimeoutOption = 10.0,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Lift a namespace's quota. Exits 6 when it has none."""
+    """Lift a namespace's quota. Asks first. Exits 6 when it has none."""
+    if dry_run:
+        print(f"would lift the quota of {namespace}")
+        return
+    confirm(f"Lift the quota of {namespace}?", yes=yes)
     request = admin_pb2.RemoveQuotaRequest(namespace=namespace)
     with connect(server) as client:
         answer = client.unary(f"{ADMIN}/RemoveQuota", request, admin_pb2.RemoveQuotaResponse, timeout)
-    if output is Format.JSON:
-        print_json(as_dict(answer))
+    if output is not Format.TABLE:
+        print_data(as_dict(answer), output)
     else:
         print(f"{namespace} has no quota any more")
 

@@ -14,7 +14,7 @@ from ops.cli.output import (
     human_seconds,
     make_console,
     make_facts,
-    print_json,
+    print_data,
 )
 
 app = make_app()
@@ -32,8 +32,8 @@ def status(server: ServerOption = None, timeout: TimeoutOption = 10.0, output: F
         info = client.unary(
             f"{ADMIN}/GetServerInfo", admin_pb2.GetServerInfoRequest(), admin_pb2.GetServerInfoResponse, timeout
         )
-    if output is Format.JSON:
-        print_json(as_dict(info))
+    if output is not Format.TABLE:
+        print_data(as_dict(info), output)
     else:
         make_console().print(make_facts(server_facts(info)))
     if info.state != admin_pb2.ENGINE_STATE_SERVING:

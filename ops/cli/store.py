@@ -11,8 +11,9 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ops.cli.app import Format, FormatOption, make_app, run_app
+from ops.cli.confirm import DryRunOption, YesOption, confirm
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import human_bytes, make_console, make_table, print_json
+from ops.cli.output import human_bytes, make_console, make_table, print_data
 from tiers.audit import Listed, Report, examine, listing, repair
 from tiers.errors import StoreError
 
@@ -34,16 +35,20 @@ def fsck(
     fix: Annotated[
         bool, typer.Option("--repair", help="Rebuild what can be rebuilt, and delete the damaged records.")
     ] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Check every record against index, header and checksum. Exits 5 when damage was found, repaired or not."""
     with _store_errors():
         with _progress("checking") as advance:
             report = examine(directory, advance)
-        if fix and report.damages:
+        fix = fix and bool(report.damages) and not dry_run
+        if fix:
+            confirm(f"Repair {_count(len(report.damages), 'damage')}, deleting the damaged records?", yes=yes)
             repair(directory, report)
-    if output is Format.JSON:
-        print_json(_as_json(report, is_repaired=fix))
+    if output is not Format.TABLE:
+        print_data(_as_json(report, is_repaired=fix), output, rows="damages")
     else:
         _print_report(report, is_repaired=fix)
     if report.damages:
@@ -60,8 +65,8 @@ def dump(
     with _store_errors():
         entries = list(islice(listing(directory), limit or None))
     rows = [_row(entry) for entry in entries]
-    if output is Format.JSON:
-        print_json(rows)
+    if output is not Format.TABLE:
+        print_data(rows, output)
         return
     numeric = ("segment", "offset", "stored", "depth")
     table = make_table(

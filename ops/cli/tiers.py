@@ -11,7 +11,7 @@ from ops.cli.app import Format, FormatOption, ServerOption, TimeoutOption, make_
 from ops.cli.cache_options import TierChoice
 from ops.cli.client import ADMIN, Client, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import as_dict, human_bytes, human_seconds, make_console, make_facts, make_table, print_json
+from ops.cli.output import Lines, as_dict, human_bytes, human_seconds, make_console, make_facts, make_table, print_data
 from ops.cli.progress import bars
 from ops.cli.tiers_view import stat_header, stat_line, tier_facts, tier_rates, tier_table
 
@@ -39,8 +39,8 @@ def list_tiers(server: ServerOption = None, timeout: TimeoutOption = 10.0, outpu
     """Sizes, use and state of each tier now."""
     with connect(server) as client:
         tiers = _fetch(client, timeout)
-    if output is Format.JSON:
-        print_json([as_dict(tier) for tier in tiers])
+    if output is not Format.TABLE:
+        print_data([as_dict(tier) for tier in tiers], output)
         return
     console = make_console()
     console.print(tier_table(tiers))
@@ -61,8 +61,8 @@ def show_tier(
         found = [row for row in _fetch(client, timeout) if tier is None or row.name == tier]
     if tier is not None and not found:
         raise CliError(ExitCode.NOT_FOUND, f"the daemon has no {tier} tier")
-    if output is Format.JSON:
-        print_json([as_dict(row) for row in found])
+    if output is not Format.TABLE:
+        print_data([as_dict(row) for row in found], output)
         return
     console = make_console()
     for number, row in enumerate(found):
@@ -80,13 +80,14 @@ def stat(
 ) -> None:
     """What each tier reads, writes, hits and drops each second; with -o json one line each time."""
     num_lines = 0
+    lines = Lines(output) if output is not Format.TABLE else None
     for before, after in _pairs(server, interval, count):
         seconds = max(after.time_s - before.time_s, 1e-3)
         known = {tier.name: tier for tier in before.tiers}
         rates = [tier_rates(known.get(tier.name, admin_pb2.Tier()), tier, seconds) for tier in after.tiers]
-        if output is Format.JSON:
+        if lines is not None:
             rows = [tier.as_dict() for tier in rates]
-            print_json({"time_s": after.time_s, "interval_s": seconds, "tiers": rows}, one_line=True)
+            lines.add_look("tiers", rows, time_s=after.time_s, interval_s=seconds)
             continue
         for tier in rates:
             if num_lines % HEADER_EVERY == 0:
@@ -104,10 +105,11 @@ def watch_tiers(
 ) -> None:
     """The same as ls, again and again; with -o json one line each time."""
     console = make_console()
+    lines = Lines(output) if output is not Format.TABLE else None
     with connect(server) as client, Live(console=console, auto_refresh=False, transient=False) as live:
         for number, answer in enumerate(_watch(client, interval), start=1):
-            if output is Format.JSON:
-                print_json(as_dict(answer), one_line=True)
+            if lines is not None:
+                lines.add_look("tiers", [as_dict(tier) for tier in answer.tiers], time_s=answer.time_s)
             elif console.is_terminal:
                 live.update(tier_table(answer.tiers), refresh=True)
             else:
@@ -136,8 +138,8 @@ def verify_tier(
             shown.show(f"verifying {tier}", progress.done_bytes, progress.total_bytes, text)
     if report is None:
         raise CliError(ExitCode.FAILED, "the daemon ended the call without a report")
-    if output is Format.JSON:
-        print_json(as_dict(report))
+    if output is not Format.TABLE:
+        print_data(as_dict(report), output, rows="damage")
     else:
         _print_report(report)
     if report.damaged:
@@ -156,8 +158,8 @@ def flush_tier(
     limit_s = timeout if timeout is not None else LONGEST_FLUSH_S
     with connect(server) as client:
         done = client.unary(f"{ADMIN}/FlushTier", request, admin_pb2.FlushTierResponse, limit_s)
-    if output is Format.JSON:
-        print_json(as_dict(done))
+    if output is not Format.TABLE:
+        print_data(as_dict(done), output)
         return
     synced = ", synced: it survives a power cut" if done.durable else ""
     print(f"wrote {done.records:,} records, {human_bytes(done.bytes)} in {human_seconds(done.seconds)}{synced}")

@@ -8,7 +8,7 @@ from downcore.v1 import generation_pb2
 
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
 from ops.cli.client import GENERATION, connect
-from ops.cli.output import make_console, make_table, print_json
+from ops.cli.output import make_console, make_table, print_data, print_json
 from ops.cli.prompt import make_chat, read_prompt
 
 app = make_app()
@@ -41,6 +41,10 @@ def tokenize(
     texts = [token.decode("utf-8", errors="backslashreplace") for token in answer.tokens]
     if output is Format.JSON:
         print_json({"token_ids": list(answer.token_ids), "tokens": texts})
+        return
+    if output is not Format.TABLE:
+        rows = zip(answer.token_ids, texts, strict=True)
+        print_data([{"token_id": token_id, "token": token} for token_id, token in rows], output)
         return
     table = make_table(("position", "id", "token"), numeric=("position", "id"))
     for position, (token_id, token) in enumerate(zip(answer.token_ids, texts, strict=True)):

@@ -22,6 +22,7 @@ from daemon.messages import SamplingParams, Submit
 from tests.campaigns.disk import wall_read_rate
 from tests.exact.probe import Probe
 from tests.exact.test_exact import random_ids
+from tiers.meters import EvictionReason
 from tiers.restore import Restore
 
 RESULT = Path("tests/campaigns/results/restore.json")
@@ -140,7 +141,7 @@ def _decode_ms(engine: Probe, filler: list[int], *, is_writing: bool) -> float:
                 node = core.device.walk([*filler, 0], "")[-1]
                 for above in reversed(node.path()):
                     if above.disk_block is not None:
-                        core.cache.disk.drop_block(above)
+                        core.cache.disk.drop_block(above, EvictionReason.ASKED)
                 core.cache.offer(node)
             began = time.perf_counter()
             core.step()

@@ -50,6 +50,7 @@ class Daemon:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("downcore ready:"), self.log.read_text()[-4000:]
+        self.ready_line = line
         self.channel = self.new_channel()
         self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)

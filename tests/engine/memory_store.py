@@ -11,6 +11,7 @@ class MemoryStore:
     """What a disk would hold. `fails` is asked before each read and write; what it raises is what happens."""
 
     quota_bytes = 1 << 40
+    num_quarantined = 0
     health = StoreHealth(StoreState.OK, "", 0.0)
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
 from tests.engine.memory_store import MemoryStore
 from tiers.disk import HEADER_BYTES
+from tiers.meters import EvictionReason
 from tiers.records import RecordHead, RecordKind
 
 ORACLE = Oracle(INVENTED, BLOCK)
@@ -108,7 +109,7 @@ def test_a_state_that_left_the_device_alone_comes_back_alone() -> None:
     prompt = prompt_of(3 * GRID)
     cold = serve(harness, "cold", prompt)
     node = harness.device.lookup(prompt, "").nodes[-1]
-    harness.device.drop_checkpoint(node)
+    harness.device.drop_checkpoint(node, EvictionReason.ASKED)
     assert harness.device.lookup(prompt, "").resume_len == 0
     assert serve(harness, "hit", prompt) == cold
     assert harness.usage["hit"].cached_device == 2 * GRID

@@ -301,7 +301,8 @@ class ScriptedCache:
         if selector.prompt_ids is not None:
             return self.deepest(namespace, selector.prompt_ids)
         assert selector.key is not None
-        return selector.key, self.prefixes.get(selector.key)
+        found = self.prefixes.get(selector.key)
+        return selector.key, found if found is not None and found.namespace == namespace else None
 
 
 def keys_of(namespace: str, ids: bytes) -> list[str]:

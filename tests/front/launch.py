@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from daemon.__main__ import run
-from daemon.front.config import parse_args
+from daemon.front.command_line import parse_args
 
 SCRIPTED = Path(__file__).parents[1] / "engines" / "scripted.py"
 _FIELDS = (

@@ -542,13 +542,19 @@ BAD: list[tuple[str, str, Any]] = [
     ("VerifyTier", "tier", admin_pb2.VerifyTierRequest(tier=-1)),  # type: ignore[arg-type]
     *(
         ("SetQuota", "namespace", admin_pb2.SetQuotaRequest(namespace=v, cached_bytes=1))
-        for v in ("", "a/b", "x" * 129)
+        for v in ("", "a/", "a//b", "x" * 129)
     ),
     ("SetQuota", "cached_bytes", admin_pb2.SetQuotaRequest(namespace="a")),
     ("SetQuota", "cached_bytes", admin_pb2.SetQuotaRequest(namespace="a", cached_bytes=2**51)),
     ("SetQuota", "pinned_bytes", admin_pb2.SetQuotaRequest(namespace="a", pinned_bytes=2**64 - 1)),
     ("SetQuota", "pinned_bytes", admin_pb2.SetQuotaRequest(namespace="a", cached_bytes=4, pinned_bytes=5)),
     *(("RemoveQuota", "namespace", admin_pb2.RemoveQuotaRequest(namespace=v)) for v in ("", "~")),
+    ("WarmPrefix", "namespace", pb.WarmPrefixRequest(prompts=[ONE], namespace="default/")),
+    ("LookupPrefix", "namespace", pb.LookupPrefixRequest(prompt=ONE, namespace="a b")),
+    ("PinPrefix", "namespace", pb.PinPrefixRequest(prefix=selector(KEY), namespace="/")),
+    ("UnpinPrefix", "namespace", pb.UnpinPrefixRequest(prefix=selector(KEY), namespace="/a")),
+    ("EvictPrefix", "namespace", pb.EvictPrefixRequest(prefix=selector(KEY), namespace="x" * 129)),
+    ("ListPrefixes", "namespace", pb.ListPrefixesRequest(namespace="~")),
 ]
 
 

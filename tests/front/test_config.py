@@ -1,10 +1,11 @@
-"""The command line: every setting is a flag, and a wrong value is a usage error that names it."""
+"""The command line: every setting is a flag, and a wrong value is an error that names it."""
 
 import msgspec
 import pytest
 
 from daemon.config import EngineConfig, EvictionPolicy, LoadFormat
-from daemon.front.config import FrontConfig, default_listen, parse_args
+from daemon.front.command_line import parse_args
+from daemon.front.config import FrontConfig, default_listen
 
 
 def test_every_field_of_both_configurations_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +55,7 @@ def test_flags_reach_their_fields_with_their_types() -> None:
         (["--dirty-bytes", "0"], "dirty_bytes"),
     ],
 )
-def test_a_wrong_value_is_a_usage_error_that_names_the_field(
+def test_a_wrong_value_is_an_error_that_names_the_field(
     flags: list[str], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

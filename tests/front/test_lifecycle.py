@@ -170,7 +170,7 @@ def test_drain_refuses_new_work_and_answers_when_the_last_request_has_ended(tmp_
         early = front.admin.Drain(admin_pb2.DrainRequest(timeout_s=0), timeout=10)
         assert (early.drained, early.open_requests) == (False, 1)
         assert front.info().state == admin_pb2.ENGINE_STATE_DRAINING
-        assert front.health_status() == NOT_SERVING
+        assert (front.health_status(), front.health_status("live")) == (NOT_SERVING, SERVING)
         with pytest.raises(grpc.RpcError) as caught:
             front.generate("late")
         assert details_of(caught.value)["ErrorInfo"].reason == "DRAINING"
@@ -186,6 +186,7 @@ def test_health_follows_loading_the_step_clock_and_the_engines_death(tmp_path: P
     grpc.channel_ready_future(front.channel).result(timeout=10)
     services = ("", "downcore.v1.GenerationService", "downcore.v1.CacheService", "downcore.v1.AdminService")
     assert {front.health_status(name) for name in services} == {NOT_SERVING}
+    assert front.health_status("live") == SERVING, "who loads is alive"
     assert front.info().state == admin_pb2.ENGINE_STATE_LOADING
     with pytest.raises(grpc.RpcError) as caught:
         front.generate("too early")
@@ -196,6 +197,7 @@ def test_health_follows_loading_the_step_clock_and_the_engines_death(tmp_path: P
     engine_pid = front.info().engine_pid
     os.kill(engine_pid, signal.SIGUSR1)
     assert next(watch).status == NOT_SERVING
+    assert front.health_status("live") == NOT_SERVING, "its step clock stands still"
     assert front.info().state == admin_pb2.ENGINE_STATE_DOWN
     os.kill(engine_pid, signal.SIGUSR2)
     assert next(watch).status == SERVING

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import requests
+from daemon.front import chunk_wire, requests
 from daemon.front.requests import OpenRequest, RequestTable, client_name
 from daemon.front.text import TokenTable
 
@@ -24,7 +24,7 @@ def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def opened(table: RequestTable, n: int = 1, stops: tuple[str, ...] = ()) -> OpenRequest:
-    request = table.open("", 0.0)
+    request = table.open("", "default", 0.0)
     request.expect(n, stops, 0, TOKENS)
     return request
 
@@ -44,8 +44,8 @@ def test_a_chunk_written_by_hand_is_what_protobuf_reads(
     request_id: str, index: int, text: str, token_ids: list[int], logprobs: list[float]
 ) -> None:
     positions = [pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=7, logprob=v, token=b"x")) for v in logprobs]
-    body = requests._chunk_body(index, text, token_ids, [position.SerializeToString() for position in positions])
-    data = requests._field(requests._REQUEST_ID, request_id.encode()) + requests._field(requests._CHUNK, body)
+    parts = [position.SerializeToString() for position in positions]
+    data = chunk_wire.request_id_field(request_id) + chunk_wire.chunk_field(index, text, token_ids, parts)
     expected = pb.GenerateResponse(
         request_id=request_id,
         chunk=pb.GenerateChunk(index=index, text=text, token_ids=token_ids, logprobs=positions),
@@ -104,9 +104,9 @@ def test_a_token_after_the_stop_string_is_dropped() -> None:
 def test_an_id_used_again_is_another_request_to_the_engine() -> None:
     async def body() -> None:
         table = RequestTable(4)
-        first = table.open("same", 0.0)
+        first = table.open("same", "default", 0.0)
         table.close(first)
-        second = table.open("same", 0.0)
+        second = table.open("same", "default", 0.0)
         assert first.wire_id != second.wire_id
         assert client_name(first.wire_id).name == client_name(second.wire_id).name == "same"
         assert table.find_wire(first.wire_id) is None
@@ -119,8 +119,8 @@ def test_an_id_used_again_is_another_request_to_the_engine() -> None:
 def test_made_up_ids_avoid_those_in_use() -> None:
     async def body() -> None:
         table = RequestTable(8)
-        table.open("r-2", 0.0)
-        names = {table.open("", 0.0).request_id for _ in range(3)}
+        table.open("r-2", "default", 0.0)
+        names = {table.open("", "default", 0.0).request_id for _ in range(3)}
         assert len(names) == 3
         assert "r-2" not in names
         table.check()

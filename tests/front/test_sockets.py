@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.front.sockets import ListenError, claim_socket, loopback_target
+from daemon.front.sockets import ListenError, claim_socket, tcp_target
 
 
 def test_the_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_path_longer_than_the_system_takes_is_refused(tmp_path: Path) -> None:
     [("127.0.0.1:80", "127.0.0.1:80"), ("localhost:0", "127.0.0.1:0"), ("[::1]:9", "[::1]:9"), ("127.9.9.9:1", None)],
 )
 def test_loopback_addresses_are_taken(given: str, target: str | None) -> None:
-    assert loopback_target(given) == (target or given)
+    assert tcp_target(given, is_guarded=False) == (target or given)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_loopback_addresses_are_taken(given: str, target: str | None) -> None:
 )
 def test_anything_else_is_refused(given: str) -> None:
     with pytest.raises(ListenError):
-        loopback_target(given)
+        tcp_target(given, is_guarded=False)

@@ -54,6 +54,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("stopping.stop", {"stopping": {"stop": ["x"] * 17}}),
     ("stopping.stop_token_ids", {"stopping": {"stop_token_ids": [100]}}),
     ("stopping.stop_token_ids", {"stopping": {"stop_token_ids": [1] * 65}}),
+    *(("namespace", {"namespace": v}) for v in ("/", "a/", "/a", "a//b", "a b", "ä", "x" * 129)),
 ]
 TOO_LARGE = {"text", "chat.messages"}
 

@@ -29,22 +29,22 @@ def done_of(wire_id: str) -> cm.WarmDone:
 def test_jobs_are_bounded_and_receipts_too() -> None:
     async def body() -> None:
         jobs = WarmJobs()
-        running = [jobs.open(f"j{i}", b"", is_detached=False) for i in range(MAX_JOBS)]
+        running = [jobs.open(f"j{i}", "default", b"", is_detached=False) for i in range(MAX_JOBS)]
         with pytest.raises(RequestError) as caught:
-            jobs.open("one-more", b"", is_detached=False)
+            jobs.open("one-more", "default", b"", is_detached=False)
         assert caught.value.reason is ErrorReason.QUEUE_FULL
         for job in running:
             job.end(ERROR)
             jobs.close(job, keep_until_s=100.0)
-        assert jobs.join("j0", b"", 0.0) is None  # a failure leaves no receipt
+        assert jobs.join("j0", "default", b"", 0.0) is None  # a failure leaves no receipt
         for number in range(MAX_RECEIPTS + 5):
-            job = jobs.open(f"r{number}", b"", is_detached=False)
+            job = jobs.open(f"r{number}", "default", b"", is_detached=False)
             job.end(RECEIPT)
             jobs.close(job, keep_until_s=100.0)
             jobs.check()
-        assert jobs.join("r4", b"", 0.0) is None
-        assert jobs.join("r5", b"", 0.0) is RECEIPT
-        assert jobs.join("r5", b"", 100.0) is None  # its time is over
+        assert jobs.join("r4", "default", b"", 0.0) is None
+        assert jobs.join("r5", "default", b"", 0.0) is RECEIPT
+        assert jobs.join("r5", "default", b"", 100.0) is None  # its time is over
         assert len(jobs) == 0
 
     run(body())
@@ -53,16 +53,16 @@ def test_jobs_are_bounded_and_receipts_too() -> None:
 def test_a_key_that_is_running_or_remembered_takes_no_other_content() -> None:
     async def body() -> None:
         jobs = WarmJobs()
-        job = jobs.open("a", b"1", is_detached=False)
-        assert jobs.join("a", b"1", 0.0) is job
+        job = jobs.open("a", "default", b"1", is_detached=False)
+        assert jobs.join("a", "default", b"1", 0.0) is job
         for _ in range(2):
             with pytest.raises(RequestError) as caught:
-                jobs.join("a", b"2", 0.0)
+                jobs.join("a", "default", b"2", 0.0)
             assert (caught.value.reason, caught.value.field) == (ErrorReason.ALREADY_EXISTS, "key")
             if not job.is_over:
                 job.end(RECEIPT)
                 jobs.close(job, keep_until_s=9.0)
-        assert jobs.join("a", b"2", 9.0) is None
+        assert jobs.join("a", "default", b"2", 9.0) is None
 
     run(body())
 
@@ -70,8 +70,8 @@ def test_a_key_that_is_running_or_remembered_takes_no_other_content() -> None:
 def test_fresh_keys_are_no_others() -> None:
     async def body() -> None:
         jobs = WarmJobs()
-        jobs.open("w-1", b"", is_detached=False)
-        keys = {jobs.open("", b"", is_detached=False).key for _ in range(5)}
+        jobs.open("w-1", "default", b"", is_detached=False)
+        keys = {jobs.open("", "default", b"", is_detached=False).key for _ in range(5)}
         assert len(keys | {"w-1"}) == 6
 
     run(body())
@@ -80,7 +80,7 @@ def test_fresh_keys_are_no_others() -> None:
 def test_what_comes_after_the_end_is_dropped() -> None:
     async def body() -> None:
         jobs = WarmJobs()
-        job = jobs.open("a", b"", is_detached=False)
+        job = jobs.open("a", "default", b"", is_detached=False)
         job.begin((1024, 1024, 1024))
         first, second = jobs.submit(job, 0), jobs.submit(job, 1)
         jobs.receive(cm.WarmProgress(job.wire_id(0), cm.WarmStage.COMPUTING, 512, 1024))
@@ -94,7 +94,7 @@ def test_what_comes_after_the_end_is_dropped() -> None:
         jobs.receive(done_of(job.wire_id(1)))
         assert not job.parts[1].is_done
         jobs.close(job, keep_until_s=None)
-        again = jobs.open("a", b"", is_detached=False)
+        again = jobs.open("a", "default", b"", is_detached=False)
         assert again.wire_id(0) != job.wire_id(0)  # so that nothing of the first can reach the second
         jobs.check()
 
@@ -104,15 +104,15 @@ def test_what_comes_after_the_end_is_dropped() -> None:
 def test_a_lost_engine_ends_every_prompt_and_every_promise() -> None:
     async def body() -> None:
         jobs = WarmJobs()
-        kept = jobs.open("kept", b"", is_detached=False)
+        kept = jobs.open("kept", "default", b"", is_detached=False)
         kept.end(RECEIPT)
         jobs.close(kept, keep_until_s=100.0)
-        job = jobs.open("a", b"", is_detached=False)
+        job = jobs.open("a", "default", b"", is_detached=False)
         job.begin((1024,))
         ended = jobs.submit(job, 0)
         jobs.lose_engine(ERROR)
         assert ended.exception() is ERROR
-        assert jobs.join("kept", b"", 0.0) is None
+        assert jobs.join("kept", "default", b"", 0.0) is None
         jobs.check()
         assert not await jobs.wait_idle(0.01)
         job.end(ERROR)

@@ -91,7 +91,7 @@ def test_sessions_are_listed_shown_and_aborted_by_sequence_or_request(call: Any)
     assert code == ExitCode.OK
     assert [s["id"] for s in json.loads(out)] == ["req-1/0", "req-1/1"]
     assert "16 of them shared" in call("session", "show", "req-1/0")[1]
-    assert call("session", "abort", "req-1")[:2] == (ExitCode.OK, "aborted 2\n")
+    assert call("session", "abort", "req-1", "--yes")[:2] == (ExitCode.OK, "aborted 2\n")
 
 
 @pytest.mark.parametrize("verb", ["show", "abort"])
@@ -121,8 +121,8 @@ def test_ping_says_what_health_says(call: Any, daemon: FakeDaemon) -> None:
 
 
 def test_a_drain_that_leaves_requests_open_is_a_timeout(call: Any) -> None:
-    assert call("drain", "--wait", "5")[:2] == (ExitCode.OK, "drained\n")
-    assert call("drain", "--wait", "0.5")[:2] == (ExitCode.TIMEOUT, "2 requests are still open\n")
+    assert call("drain", "--wait", "5", "--yes")[:2] == (ExitCode.OK, "drained\n")
+    assert call("drain", "--wait", "0.5", "--yes")[:2] == (ExitCode.TIMEOUT, "2 requests are still open\n")
 
 
 def test_tokenize_shows_bytes_that_are_no_text(call: Any, daemon: FakeDaemon) -> None:

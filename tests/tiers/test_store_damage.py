@@ -295,7 +295,7 @@ def test_fsck_and_dump_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert run(["store", "dump", str(directory.path), "--limit", "3"]) == 0
     assert "3 records" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == before, "read-only"
-    assert run(["store", "fsck", str(directory.path), "--repair"]) == 5
+    assert run(["store", "fsck", str(directory.path), "--repair", "--yes"]) == 5
     assert "repaired" in capsys.readouterr().out
     assert run(["store", "fsck", str(directory.path)]) == 0
     capsys.readouterr()

@@ -31,6 +31,25 @@ class SequenceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATE_DECODING: _ClassVar[SequenceState]
     SEQUENCE_STATE_PREEMPTED: _ClassVar[SequenceState]
     SEQUENCE_STATE_RESTORING: _ClassVar[SequenceState]
+
+class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
+    EVENT_KIND_ENGINE_STARTED: _ClassVar[EventKind]
+    EVENT_KIND_ENGINE_READY: _ClassVar[EventKind]
+    EVENT_KIND_ENGINE_GONE: _ClassVar[EventKind]
+    EVENT_KIND_SERVING: _ClassVar[EventKind]
+    EVENT_KIND_NOT_SERVING: _ClassVar[EventKind]
+    EVENT_KIND_DRAINING: _ClassVar[EventKind]
+    EVENT_KIND_DRAINED: _ClassVar[EventKind]
+    EVENT_KIND_REQUESTS_ENDED: _ClassVar[EventKind]
+    EVENT_KIND_REQUESTS_SHED: _ClassVar[EventKind]
+    EVENT_KIND_TIER_DEGRADED: _ClassVar[EventKind]
+    EVENT_KIND_TIER_RECOVERED: _ClassVar[EventKind]
+    EVENT_KIND_TIER_EVICTED: _ClassVar[EventKind]
+    EVENT_KIND_TIER_QUARANTINED: _ClassVar[EventKind]
+    EVENT_KIND_TIER_DROPPED: _ClassVar[EventKind]
+    EVENT_KIND_RELOADED: _ClassVar[EventKind]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_LOADING: EngineState
 ENGINE_STATE_SERVING: EngineState
@@ -46,13 +65,29 @@ SEQUENCE_STATE_PREFILLING: SequenceState
 SEQUENCE_STATE_DECODING: SequenceState
 SEQUENCE_STATE_PREEMPTED: SequenceState
 SEQUENCE_STATE_RESTORING: SequenceState
+EVENT_KIND_UNSPECIFIED: EventKind
+EVENT_KIND_ENGINE_STARTED: EventKind
+EVENT_KIND_ENGINE_READY: EventKind
+EVENT_KIND_ENGINE_GONE: EventKind
+EVENT_KIND_SERVING: EventKind
+EVENT_KIND_NOT_SERVING: EventKind
+EVENT_KIND_DRAINING: EventKind
+EVENT_KIND_DRAINED: EventKind
+EVENT_KIND_REQUESTS_ENDED: EventKind
+EVENT_KIND_REQUESTS_SHED: EventKind
+EVENT_KIND_TIER_DEGRADED: EventKind
+EVENT_KIND_TIER_RECOVERED: EventKind
+EVENT_KIND_TIER_EVICTED: EventKind
+EVENT_KIND_TIER_QUARANTINED: EventKind
+EVENT_KIND_TIER_DROPPED: EventKind
+EVENT_KIND_RELOADED: EventKind
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "family", "parameters", "dtype", "device", "max_context_tokens", "block_size", "grid", "state_fingerprint", "numerics_profile", "state", "engine_pid", "engine_starts", "steps", "uptime_s", "vocab_size", "bytes_per_token", "slot_bytes", "loaded", "tiers")
+    __slots__ = ("version", "model", "family", "parameters", "dtype", "device", "max_context_tokens", "block_size", "grid", "state_fingerprint", "numerics_profile", "state", "engine_pid", "engine_starts", "steps", "uptime_s", "vocab_size", "bytes_per_token", "slot_bytes", "loaded", "tiers", "answer_tokens", "prompt_tokens", "cached_tokens")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +109,9 @@ class GetServerInfoResponse(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     family: str
@@ -95,7 +133,10 @@ class GetServerInfoResponse(_message.Message):
     slot_bytes: int
     loaded: float
     tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.CacheTier]
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., grid: _Optional[int] = ..., state_fingerprint: _Optional[str] = ..., numerics_profile: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., engine_pid: _Optional[int] = ..., engine_starts: _Optional[int] = ..., steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., vocab_size: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., loaded: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.CacheTier, str]]] = ...) -> None: ...
+    answer_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., grid: _Optional[int] = ..., state_fingerprint: _Optional[str] = ..., numerics_profile: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., engine_pid: _Optional[int] = ..., engine_starts: _Optional[int] = ..., steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., vocab_size: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., loaded: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.CacheTier, str]]] = ..., answer_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ListTiersRequest(_message.Message):
     __slots__ = ()
@@ -198,7 +239,7 @@ class ListSequencesRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("id", "request_id", "index", "state", "prompt_tokens", "completion_tokens", "computed_tokens", "cached_tokens", "blocks", "shared_blocks", "held_bytes", "age_s", "preemptions", "max_tokens", "is_warming")
+    __slots__ = ("id", "request_id", "index", "state", "prompt_tokens", "completion_tokens", "computed_tokens", "cached_tokens", "blocks", "shared_blocks", "held_bytes", "age_s", "preemptions", "max_tokens", "is_warming", "namespace")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +255,7 @@ class Sequence(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_WARMING_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     id: str
     request_id: str
     index: int
@@ -229,7 +271,8 @@ class Sequence(_message.Message):
     preemptions: int
     max_tokens: int
     is_warming: bool
-    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., max_tokens: _Optional[int] = ..., is_warming: _Optional[bool] = ...) -> None: ...
+    namespace: str
+    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., max_tokens: _Optional[int] = ..., is_warming: _Optional[bool] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
     __slots__ = ("sequences",)
@@ -266,10 +309,12 @@ class GetLedgerResponse(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., balanced: _Optional[bool] = ..., findings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortSequenceRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "namespace")
     ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     id: str
-    def __init__(self, id: _Optional[str] = ...) -> None: ...
+    namespace: str
+    def __init__(self, id: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class AbortSequenceResponse(_message.Message):
     __slots__ = ("aborted",)
@@ -412,3 +457,41 @@ class RemoveQuotaRequest(_message.Message):
 class RemoveQuotaResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("sequence", "time_s", "kind", "message", "tier", "count")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time_s: float
+    kind: EventKind
+    message: str
+    tier: str
+    count: int
+    def __init__(self, sequence: _Optional[int] = ..., time_s: _Optional[float] = ..., kind: _Optional[_Union[EventKind, str]] = ..., message: _Optional[str] = ..., tier: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("after_sequence", "log_id", "follow", "kinds")
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOG_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    after_sequence: int
+    log_id: str
+    follow: bool
+    kinds: _containers.RepeatedScalarFieldContainer[EventKind]
+    def __init__(self, after_sequence: _Optional[int] = ..., log_id: _Optional[str] = ..., follow: _Optional[bool] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ...) -> None: ...
+
+class WatchEventsResponse(_message.Message):
+    __slots__ = ("event", "log_id", "missed")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    LOG_ID_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    event: Event
+    log_id: str
+    missed: int
+    def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ..., log_id: _Optional[str] = ..., missed: _Optional[int] = ...) -> None: ...

@@ -95,6 +95,11 @@ class AdminServiceStub:
                 request_serializer=downcore_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=downcore_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/downcore.v1.AdminService/WatchEvents',
+                request_serializer=downcore_dot_v1_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=downcore_dot_v1_dot_admin__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -185,6 +190,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchEvents(self, request, context):
+        """WatchEvents sends what has happened to the daemon, oldest first, and with `follow` what happens until cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -247,6 +259,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=downcore_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=downcore_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=downcore_dot_v1_dot_admin__pb2.WatchEventsRequest.FromString,
+                    response_serializer=downcore_dot_v1_dot_admin__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -574,6 +591,33 @@ class AdminService:
             '/downcore.v1.AdminService/Drain',
             downcore_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             downcore_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/downcore.v1.AdminService/WatchEvents',
+            downcore_dot_v1_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+            downcore_dot_v1_dot_admin__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,7 +109,7 @@ class Prefix(_message.Message):
     def __init__(self, key: _Optional[str] = ..., parent_key: _Optional[str] = ..., namespace: _Optional[str] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., checkpoints: _Optional[int] = ..., bytes: _Optional[_Union[BytesByTier, _Mapping]] = ..., pinned: _Optional[bool] = ..., expires_time_s: _Optional[float] = ..., last_use_time_s: _Optional[float] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class WarmPrefixRequest(_message.Message):
-    __slots__ = ("key", "prompts", "tier", "ttl_s", "pin", "durable", "detached")
+    __slots__ = ("key", "prompts", "tier", "ttl_s", "pin", "durable", "detached", "namespace")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class WarmPrefixRequest(_message.Message):
     PIN_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     key: str
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     tier: CacheTier
@@ -124,7 +125,8 @@ class WarmPrefixRequest(_message.Message):
     pin: bool
     durable: bool
     detached: bool
-    def __init__(self, key: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., tier: _Optional[_Union[CacheTier, str]] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[bool] = ..., durable: _Optional[bool] = ..., detached: _Optional[bool] = ...) -> None: ...
+    namespace: str
+    def __init__(self, key: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., tier: _Optional[_Union[CacheTier, str]] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[bool] = ..., durable: _Optional[bool] = ..., detached: _Optional[bool] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class WarmStarted(_message.Message):
     __slots__ = ("key", "prompt_tokens")
@@ -187,10 +189,12 @@ class WarmPrefixResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[WarmStarted, _Mapping]] = ..., progress: _Optional[_Union[WarmProgress, _Mapping]] = ..., receipt: _Optional[_Union[WarmReceipt, _Mapping]] = ...) -> None: ...
 
 class LookupPrefixRequest(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "namespace")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    namespace: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class LookupTier(_message.Message):
     __slots__ = ("tier", "tokens", "bytes", "load_s")
@@ -239,12 +243,14 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., resume_tokens: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[LookupTier, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointPlace, _Mapping]] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., gate: _Optional[_Union[GateDecision, str]] = ..., stop_reason: _Optional[str] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class PinPrefixRequest(_message.Message):
-    __slots__ = ("prefix", "ttl_s")
+    __slots__ = ("prefix", "ttl_s", "namespace")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     prefix: PrefixSelector
     ttl_s: float
-    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    namespace: str
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., ttl_s: _Optional[float] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class PinPrefixResponse(_message.Message):
     __slots__ = ("prefix",)
@@ -253,10 +259,12 @@ class PinPrefixResponse(_message.Message):
     def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
 
 class UnpinPrefixRequest(_message.Message):
-    __slots__ = ("prefix",)
+    __slots__ = ("prefix", "namespace")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     prefix: PrefixSelector
-    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ...) -> None: ...
+    namespace: str
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class UnpinPrefixResponse(_message.Message):
     __slots__ = ("prefix",)
@@ -265,10 +273,12 @@ class UnpinPrefixResponse(_message.Message):
     def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
 
 class EvictPrefixRequest(_message.Message):
-    __slots__ = ("prefix",)
+    __slots__ = ("prefix", "namespace")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     prefix: PrefixSelector
-    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ...) -> None: ...
+    namespace: str
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class EvictPrefixResponse(_message.Message):
     __slots__ = ("prefixes", "blocks", "checkpoints", "kept_blocks", "bytes")
@@ -285,16 +295,18 @@ class EvictPrefixResponse(_message.Message):
     def __init__(self, prefixes: _Optional[int] = ..., blocks: _Optional[int] = ..., checkpoints: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., bytes: _Optional[_Union[BytesByTier, _Mapping]] = ...) -> None: ...
 
 class ListPrefixesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "key_prefix", "order")
+    __slots__ = ("page_size", "page_token", "key_prefix", "order", "namespace")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     key_prefix: str
     order: PrefixOrder
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., key_prefix: _Optional[str] = ..., order: _Optional[_Union[PrefixOrder, str]] = ...) -> None: ...
+    namespace: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., key_prefix: _Optional[str] = ..., order: _Optional[_Union[PrefixOrder, str]] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
     __slots__ = ("prefixes", "next_page_token", "total")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64owncore/v1/generation.proto\x12\x0b\x64owncore.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.downcore.v1.ChatMessage\"\x92\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.downcore.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x10\n\x08logprobs\x18\x0b \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\x82\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.downcore.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.downcore.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.downcore.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.downcore.v1.StoppingParams\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_n\":\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.downcore.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.downcore.v1.TokenLogprob\"w\n\x0fGenerateStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x30\n\rcached_tokens\x18\x02 \x01(\x0b\x32\x19.downcore.v1.CachedTokens\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\"p\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.downcore.v1.PositionLogprobs\"\xa5\x01\n\x10GenerateFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.downcore.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\x0c\n\nstopped_by\"k\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x30\n\rcached_tokens\x18\x02 \x01(\x0b\x32\x19.downcore.v1.CachedTokens\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"U\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"[\n\x0fGenerateSummary\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.downcore.v1.Usage\x12%\n\x07timings\x18\x02 \x01(\x0b\x32\x14.downcore.v1.Timings\"\xf1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x07started\x18\x02 \x01(\x0b\x32\x1c.downcore.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.downcore.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.downcore.v1.GenerateFinishedH\x00\x12/\n\x07summary\x18\x05 \x01(\x0b\x32\x1c.downcore.v1.GenerateSummaryH\x00\x42\x07\n\x05\x65vent\"N\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.downcore.v1.ChatH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xe7\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.downcore.v1.GenerateRequest\x1a\x1d.downcore.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.downcore.v1.TokenizeRequest\x1a\x1d.downcore.v1.TokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.downcore.v1.AbortRequest\x1a\x1a.downcore.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64owncore/v1/generation.proto\x12\x0b\x64owncore.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.downcore.v1.ChatMessage\"\x92\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.downcore.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x10\n\x08logprobs\x18\x0b \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\x95\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.downcore.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.downcore.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.downcore.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.downcore.v1.StoppingParams\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x11\n\tnamespace\x18\x08 \x01(\tB\x08\n\x06promptB\x04\n\x02_n\":\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.downcore.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.downcore.v1.TokenLogprob\"w\n\x0fGenerateStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x30\n\rcached_tokens\x18\x02 \x01(\x0b\x32\x19.downcore.v1.CachedTokens\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\"p\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.downcore.v1.PositionLogprobs\"\xa5\x01\n\x10GenerateFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.downcore.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\x0c\n\nstopped_by\"k\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x30\n\rcached_tokens\x18\x02 \x01(\x0b\x32\x19.downcore.v1.CachedTokens\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"U\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"[\n\x0fGenerateSummary\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.downcore.v1.Usage\x12%\n\x07timings\x18\x02 \x01(\x0b\x32\x14.downcore.v1.Timings\"\xf1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x07started\x18\x02 \x01(\x0b\x32\x1c.downcore.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.downcore.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.downcore.v1.GenerateFinishedH\x00\x12/\n\x07summary\x18\x05 \x01(\x0b\x32\x1c.downcore.v1.GenerateSummaryH\x00\x42\x07\n\x05\x65vent\"N\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.downcore.v1.ChatH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xe7\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.downcore.v1.GenerateRequest\x1a\x1d.downcore.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.downcore.v1.TokenizeRequest\x1a\x1d.downcore.v1.TokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.downcore.v1.AbortRequest\x1a\x1a.downcore.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2467
-  _globals['_FINISHREASON']._serialized_end=2589
+  _globals['_FINISHREASON']._serialized_start=2486
+  _globals['_FINISHREASON']._serialized_end=2608
   _globals['_TOKENIDS']._serialized_start=45
   _globals['_TOKENIDS']._serialized_end=68
   _globals['_CHATMESSAGE']._serialized_start=70
@@ -48,35 +48,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPPINGPARAMS']._serialized_start=702
   _globals['_STOPPINGPARAMS']._serialized_end=836
   _globals['_GENERATEREQUEST']._serialized_start=839
-  _globals['_GENERATEREQUEST']._serialized_end=1097
-  _globals['_CACHEDTOKENS']._serialized_start=1099
-  _globals['_CACHEDTOKENS']._serialized_end=1157
-  _globals['_TOKENLOGPROB']._serialized_start=1159
-  _globals['_TOKENLOGPROB']._serialized_end=1223
-  _globals['_POSITIONLOGPROBS']._serialized_start=1225
-  _globals['_POSITIONLOGPROBS']._serialized_end=1326
-  _globals['_GENERATESTARTED']._serialized_start=1328
-  _globals['_GENERATESTARTED']._serialized_end=1447
-  _globals['_GENERATECHUNK']._serialized_start=1449
-  _globals['_GENERATECHUNK']._serialized_end=1561
-  _globals['_GENERATEFINISHED']._serialized_start=1564
-  _globals['_GENERATEFINISHED']._serialized_end=1729
-  _globals['_USAGE']._serialized_start=1731
-  _globals['_USAGE']._serialized_end=1838
-  _globals['_TIMINGS']._serialized_start=1840
-  _globals['_TIMINGS']._serialized_end=1925
-  _globals['_GENERATESUMMARY']._serialized_start=1927
-  _globals['_GENERATESUMMARY']._serialized_end=2018
-  _globals['_GENERATERESPONSE']._serialized_start=2021
-  _globals['_GENERATERESPONSE']._serialized_end=2262
-  _globals['_TOKENIZEREQUEST']._serialized_start=2264
-  _globals['_TOKENIZEREQUEST']._serialized_end=2342
-  _globals['_TOKENIZERESPONSE']._serialized_start=2344
-  _globals['_TOKENIZERESPONSE']._serialized_end=2397
-  _globals['_ABORTREQUEST']._serialized_start=2399
-  _globals['_ABORTREQUEST']._serialized_end=2433
-  _globals['_ABORTRESPONSE']._serialized_start=2435
-  _globals['_ABORTRESPONSE']._serialized_end=2465
-  _globals['_GENERATIONSERVICE']._serialized_start=2592
-  _globals['_GENERATIONSERVICE']._serialized_end=2823
+  _globals['_GENERATEREQUEST']._serialized_end=1116
+  _globals['_CACHEDTOKENS']._serialized_start=1118
+  _globals['_CACHEDTOKENS']._serialized_end=1176
+  _globals['_TOKENLOGPROB']._serialized_start=1178
+  _globals['_TOKENLOGPROB']._serialized_end=1242
+  _globals['_POSITIONLOGPROBS']._serialized_start=1244
+  _globals['_POSITIONLOGPROBS']._serialized_end=1345
+  _globals['_GENERATESTARTED']._serialized_start=1347
+  _globals['_GENERATESTARTED']._serialized_end=1466
+  _globals['_GENERATECHUNK']._serialized_start=1468
+  _globals['_GENERATECHUNK']._serialized_end=1580
+  _globals['_GENERATEFINISHED']._serialized_start=1583
+  _globals['_GENERATEFINISHED']._serialized_end=1748
+  _globals['_USAGE']._serialized_start=1750
+  _globals['_USAGE']._serialized_end=1857
+  _globals['_TIMINGS']._serialized_start=1859
+  _globals['_TIMINGS']._serialized_end=1944
+  _globals['_GENERATESUMMARY']._serialized_start=1946
+  _globals['_GENERATESUMMARY']._serialized_end=2037
+  _globals['_GENERATERESPONSE']._serialized_start=2040
+  _globals['_GENERATERESPONSE']._serialized_end=2281
+  _globals['_TOKENIZEREQUEST']._serialized_start=2283
+  _globals['_TOKENIZEREQUEST']._serialized_end=2361
+  _globals['_TOKENIZERESPONSE']._serialized_start=2363
+  _globals['_TOKENIZERESPONSE']._serialized_end=2416
+  _globals['_ABORTREQUEST']._serialized_start=2418
+  _globals['_ABORTREQUEST']._serialized_end=2452
+  _globals['_ABORTRESPONSE']._serialized_start=2454
+  _globals['_ABORTRESPONSE']._serialized_end=2484
+  _globals['_GENERATIONSERVICE']._serialized_start=2611
+  _globals['_GENERATIONSERVICE']._serialized_end=2842
 # @@protoc_insertion_point(module_scope)

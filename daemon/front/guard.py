@@ -1,0 +1,134 @@
+"""What stands before every method of a listener: who calls, whether it may, whether it is within its limits.
+
+gRPC knows one handler for each listener, this one, so there is no way around it. Who may call what is the table of
+access.py. What must hold: of a call that is refused nothing is parsed, and where its headers are enough to refuse it
+nothing is read; whatever goes wrong, a client sees an error of the catalogue and no other.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from daemon.errors import ErrorReason, RequestError
+from daemon.front import status
+from daemon.front.access import Access, access_of
+from daemon.front.caller import Call
+from daemon.front.door import Door
+from daemon.front.limits import OpenCall, Use, Uses
+from daemon.front.principals import Identity, Principal
+from daemon.front.service import Served
+from daemon.front.wire import Malformed
+
+log = logging.getLogger("downcore.front")
+
+NOBODY = Principal(name="nobody", scopes=())  # calls what is open to anybody
+SHED = {ErrorReason.LIMIT_EXCEEDED, ErrorReason.QUEUE_FULL, ErrorReason.NO_CAPACITY}  # for want of room
+COUNTED = {ErrorReason.UNAUTHENTICATED, ErrorReason.PERMISSION_DENIED, *SHED}
+
+
+class Guard(grpc.GenericRpcHandler):
+    """The handler of one listener.
+
+    Args:
+        uses: of all listeners together.
+        refused: counts refusals by reason, of all listeners together.
+    """
+
+    def __init__(self, methods: Mapping[str, Served], door: Door, uses: Uses, refused: Counter[ErrorReason]) -> None:
+        self._door = door
+        self._uses = uses
+        self._refused = refused
+        self._access = {path: access_of(path) for path in methods}
+        self._handlers = {path: self._handler(path, served) for path, served in methods.items()}
+
+    def service(self, handler_call_details: Any) -> Any:
+        """gRPC asks for the handler of each call, before it reads the request."""
+        path = handler_call_details.method
+        handler = self._handlers.get(path)
+        if handler is None or self._access[path] is Access.OPEN:
+            return handler
+        try:
+            self._door.check_early(handler_call_details.invocation_metadata)
+        except RequestError as error:
+            return self._refusal(error)
+        return handler
+
+    def _handler(self, path: str, served: Served) -> Any:
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[served.has_request_stream, served.has_response_stream]
+        return make(self._guarded(served, self._access[path]), response_serializer=_serialize)
+
+    def _refusal(self, error: RequestError) -> Any:
+        """A handler that answers with the error, and reads nothing."""
+
+        async def refuse(requests: Any, context: Any) -> None:
+            self._refused[error.reason] += 1
+            await status.abort(context, error)
+
+        make: Any = grpc.stream_stream_rpc_method_handler
+        return make(refuse)
+
+    def _guarded(self, served: Served, access: Access | None) -> Callable[[Any, Any], Awaitable[Message | None]]:
+        async def call(data: Any, context: Any) -> Message | None:
+            opened: OpenCall | None = None
+            use: Use | None = None
+            try:
+                identity = self._admit(context, access)
+                principal = identity.principal if isinstance(identity, Identity) else identity
+                if isinstance(identity, Identity):
+                    task = asyncio.current_task()
+                    assert task is not None
+                    opened = OpenCall(identity, task)
+                    self._uses.calls.add(opened)
+                if access is not None and access.is_counted:
+                    use = self._uses.begin(principal)
+                request = data if served.has_request_stream else served.parse(data)
+                if isinstance(request, Malformed):
+                    raise request.error()
+                return await served.method(request, Call(context, principal, use or Use()))
+            except RequestError as error:
+                failure = error
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError:
+                if opened is None or not opened.ended:
+                    raise
+                failure = RequestError(ErrorReason.UNAUTHENTICATED, "the credential of this call is no longer good")
+            except Exception:
+                log.exception("a method failed")
+                failure = RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how")
+            finally:
+                if use is not None:
+                    use.num_requests -= 1
+                if opened is not None:
+                    self._uses.calls.discard(opened)
+            if failure.reason in COUNTED:
+                self._refused[failure.reason] += 1
+            return await status.abort(context, failure)
+
+        return call
+
+    def _admit(self, context: Any, access: Access | None) -> Identity | Principal:
+        """Who calls. Raises RequestError where nobody known does, or one who may not."""
+        if access is Access.OPEN:
+            return NOBODY
+        identity = self._door.identify(context)
+        if access is None:
+            raise RequestError(ErrorReason.PERMISSION_DENIED, "nobody may call this method")
+        principal = identity.principal if isinstance(identity, Identity) else identity
+        if access.scope is not None and access.scope not in principal.scopes:
+            raise RequestError(ErrorReason.PERMISSION_DENIED, f"this needs the scope {access.scope}")
+        return identity
+
+
+def _serialize(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,0 +1,89 @@
+"""The certificate that TCP listeners show, and the authority whose clients they let in; both may change at any time.
+
+A new connection sees the newest files; those that are open keep what they were made with, for at most
+MAX_CONNECTION_AGE_S (server.py).
+"""
+
+import ssl
+import stat
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from daemon.front.watched import UnusableFile, Watched
+
+MAX_PEM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Where the PEM files are. With a `client_ca` every client must show a certificate of it."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
+
+
+class Tls:
+    """The newest usable certificate.
+
+    Raises:
+        UnusableFile: a file cannot be read, key and certificate do not fit, or others may read the key.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self._watched = Watched(files.paths, lambda: _load(files))
+
+    def poll(self, *, force: bool = False) -> bool:
+        """Looks for new files. Returns: whether there are any, in use from the next connection on."""
+        return self._watched.poll(force=force)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For one port: gRPC asks at each handshake of it, on a thread of its own, whether there is something new."""
+        first, lock = self._watched.value, threading.Lock()
+        shown = [first]
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            with lock:
+                newest = self._watched.value
+                if newest is shown[0]:
+                    return None
+                shown[0] = newest
+                return newest
+
+        make: Any = grpc.dynamic_ssl_server_credentials  # its stub does not know that None means: as before
+        return make(first, fetch, require_client_authentication=self.files.client_ca is not None)
+
+
+def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    cert, key = _read(files.cert), _read(files.key)
+    if stat.S_IMODE(files.key.stat().st_mode) & 0o007:
+        raise UnusableFile(f"{files.key} is open to other users; chmod 600 it")
+    client_ca = _read(files.client_ca) if files.client_ca is not None else None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.cert, files.key)
+        if files.client_ca is not None:
+            context.load_verify_locations(files.client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise UnusableFile(f"{files.cert} and {files.key}: {error}") from None
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_PEM_BYTES + 1)
+    except OSError as error:
+        raise UnusableFile(f"{path}: {error.strerror}") from None
+    if len(content) > MAX_PEM_BYTES:
+        raise UnusableFile(f"{path} is larger than {MAX_PEM_BYTES} bytes")
+    return content
