@@ -244,7 +244,9 @@ def test_tables_agree_with_the_pools() -> None:
         harness.step()
     for query_id, kind in enumerate(QueryKind):
         harness.engine.handle(Query(query_id, kind))
-    tiers, sequences, ledger = (message for message in harness.other)
+    tiers, sequences, ledger, meters = (message for message in harness.other)
+    assert isinstance(meters, Answer)
+    assert meters.meters is not None
     assert isinstance(tiers, Answer)
     (tier,) = tiers.tiers
     assert tier.held_bytes + tier.cached_bytes + tier.free_bytes == tier.capacity_bytes == harness.pools.num_bytes

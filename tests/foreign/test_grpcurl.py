@@ -1,4 +1,4 @@
-"""grpcurl, where it is installed: lists, describes and streams by reflection, of this project's and the gateway's service."""
+"""grpcurl, where it is installed: lists, describes and streams by reflection, of both this project and the gateway."""
 
 import json
 import shutil
