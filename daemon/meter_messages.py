@@ -35,7 +35,7 @@ class TierMeterRow(msgspec.Struct, frozen=True):
     write: HistogramRow
     stall: HistogramRow
     late_loads: int
-    streamed_bytes: int
+    streamed_bytes: int  # read for attention over blocks that stay there
     evictions: tuple[EvictionRow, ...]
     lifetime: HistogramRow
     reuse_gap: HistogramRow
@@ -65,6 +65,7 @@ class Meters(msgspec.Struct, frozen=True):
     replayed_preemptions: int
     unbalanced_proofs: int
     prefill_tokens_per_s: float
+    stream_wait_s: float  # of forwards, for blocks that stay below the device
     dropped_offers: int
     namespaces: tuple[NamespaceRow, ...]
     other_namespaces_bytes: int

@@ -71,7 +71,6 @@ class TierMeters:
     write_s: Histogram = field(default_factory=_transfers)  # of one batch and its commit
     stall_s: Histogram = field(default_factory=_transfers)  # how long a request stood aside for a load from here
     late_loads: int = 0  # of those, the ones that were not waited for to their end
-    streamed_bytes: int = 0  # read for attention over blocks that stay here
     evictions: Counter[tuple[Kind, EvictionReason]] = field(default_factory=Counter[tuple[Kind, EvictionReason]])
     lifetime_s: Histogram = field(default_factory=_ages)  # of blocks that left, from their arrival
     reuse_gap_s: Histogram = field(

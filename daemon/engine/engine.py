@@ -6,23 +6,27 @@ Resources, and `_end` is the one way out for a choice: finish, cancel, deadline,
 
 import logging
 from collections.abc import Callable
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
+from pathlib import Path
 
 import torch
 
 from daemon.cache_messages import Warm
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
+from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
 from daemon.engine.rate import PrefillRate
+from daemon.engine.refusals import Asked, refusal
 from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
-from daemon.engine.tiers import make_tuner
+from daemon.engine.tiers import make_sources, make_tuner
 from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
+from daemon.grammar import load_tokenizer
 from daemon.layers.steps import HostStageError
 from daemon.messages import (
     Abort,
@@ -82,20 +86,16 @@ class Engine:
         self.scheduler = Scheduler(cache, config)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
-        self.runner = Runner(model, pools, shadow_slot)
+        self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools))
         self.prefill = Prefill(
-            pools=pools,
-            cache=cache,
-            scheduler=self.scheduler,
-            runner=self.runner,
-            rate=self.rate,
-            tuning=self.tuning,
-            slice_s=config.slice_ms / 1000,
-        )
+            pools=pools, cache=cache, scheduler=self.scheduler, runner=self.runner, rate=self.rate,
+            tuning=self.tuning, slice_s=config.slice_ms / 1000,
+        )  # fmt: skip
         self.prefixes = Prefixes(cache)
         self.questions = Questions(self.prefixes, self.rate, send)
         self.warming = Warming(cache, self.prefixes, self.questions.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
+        self.grammars = GrammarBuilder(partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids))
         self.send = send
         self.clock = clock
         self.unix_clock = unix_clock
@@ -157,26 +157,19 @@ class Engine:
         """Queues a request, or says why it can never run or not now."""
         prompt_ids = list(memoryview(message.prompt_ids).cast("i"))
         max_len = min(len(prompt_ids) + message.max_tokens, self.max_context_tokens)
-        if len(prompt_ids) >= self.max_context_tokens:
-            limit = f"the limit is {self.max_context_tokens} with at least one token of answer"
-            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, f"prompt of {len(prompt_ids)} tokens: {limit}")
-        elif error := self.scheduler.capacity_error(len(prompt_ids), max_len, message.n):
-            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, error)
-        elif self.scheduler.is_full(is_warm=warm is not None):
-            self._reject(message, ErrorReason.QUEUE_FULL, f"{self.config.max_queue} requests wait already", 1.0)
+        asked = Asked(len(prompt_ids), max_len, self.max_context_tokens, message.n, warm is not None)
+        if refused := refusal(self.scheduler, asked):
+            self._reject(message, refused.reason, refused.message, refused.retry_after_s)
         elif message.request_id in self.requests or message.request_id in self.warming.writing:
             self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
         else:
             now = self.clock()
+            text = message.grammar
             request = Request(
-                submit=message,
-                prompt_ids=prompt_ids,
-                order=self._arrivals,
-                arrived=now,
+                submit=message, prompt_ids=prompt_ids, order=self._arrivals, arrived=now, max_len=max_len, warm=warm,
                 deadline=None if message.deadline_s is None else now + message.deadline_s,
-                max_len=max_len,
-                warm=warm,
-            )
+                grammar=None if text is None else self.grammars.build(text, message.namespace),
+            )  # fmt: skip
             self._arrivals += 1
             lead = self.scheduler.enqueue(request)
             self.requests[request.id] = [lead, *lead.siblings]
@@ -240,11 +233,12 @@ class Engine:
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
         self.cache.close()
+        self.grammars.close()
 
     @property
     def only_waits(self) -> bool:
         """Nothing can be computed until a transfer ends: whoever turns the loop may sleep until one does."""
-        return not self.scheduler.running and self.cache.holds_device
+        return self.scheduler.only_waits and self.cache.holds_device
 
     def owners(self) -> list[Resources]:
         """Everyone who may hold something in some tier."""
@@ -253,7 +247,8 @@ class Engine:
 
     def astray(self) -> list[str]:
         """What nobody of them has, by name."""
-        return self.cache.astray(self.owners()) + self.prefixes.astray()
+        owners = self.owners()
+        return self.cache.astray(owners) + self.prefixes.astray() + self.sampler.matchers.astray(owners)
 
     def check(self) -> None:
         """Raises AssertionError where the books do not add up; `astray` of the device says what by name."""
@@ -295,7 +290,9 @@ class Engine:
             return
         if sequence.request.warm is not None and self.prefill.chunk is None:
             self.warming.progressed(sequence)
-        if logits is not None:
+        if logits is not None and sequence.state is SequenceState.DECODING:  # a row, larger than the device
+            self._commit_decode((sequence,), logits)
+        elif logits is not None:
             self._commit_prompt(sequence, logits)
 
     def _commit_prompt(self, lead: Sequence, logits: torch.Tensor) -> None:
@@ -343,8 +340,9 @@ class Engine:
     def _commit_token(self, sequence: Sequence, drawn: Drawn) -> None:
         request = sequence.request
         if drawn.token_id is None:
-            log.error("logits of %s are not finite after %d tokens", sequence.id, len(sequence.token_ids))
-            self._fail(request, ErrorReason.INTERNAL, "the model's logits are not finite")
+            assert drawn.fault is not None
+            log.error("%s ends after %d tokens: %s", sequence.id, len(sequence.token_ids), drawn.fault.message)
+            self._fail(request, drawn.fault.reason, drawn.fault.message)
             return
         if request.first_token is None:
             request.first_token = self.clock()
@@ -352,7 +350,7 @@ class Engine:
         self._tokens.append(Token(request.id, sequence.index, drawn.token_id, drawn.chosen, drawn.top))
         submit = request.submit
         is_stop = drawn.token_id in submit.stop_token_ids and sequence.num_generated >= submit.min_tokens
-        if is_stop:
+        if is_stop or drawn.ends:
             self._finish(sequence, StopReason.STOP_TOKEN, stop_token_id=drawn.token_id)
         elif len(sequence.token_ids) >= request.max_len:
             self._finish(sequence, StopReason.LENGTH)

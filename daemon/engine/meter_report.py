@@ -8,6 +8,7 @@ from daemon.engine.scheduler import Scheduler
 from daemon.meter_messages import MAX_NAMESPACES, EvictionRow, HistogramRow, Meters, NamespaceRow, TierMeterRow
 from tiers.cache import TieredCache
 from tiers.meters import Histogram, TierMeters
+from tiers.residency import StreamStats
 
 
 class Metered(Protocol):
@@ -21,11 +22,12 @@ class Metered(Protocol):
 
 def report(engine: Metered) -> Meters:
     """Everything that is counted, as it is now."""
-    cache, meters = engine.cache, engine.scheduler.meters
+    cache, meters, streaming = engine.cache, engine.scheduler.meters, engine.scheduler.streaming
+    streamed = streaming.stats if streaming is not None else StreamStats()
     charged = cache.device.tree.charged
     namespaces = charged.most_common(MAX_NAMESPACES)
     return Meters(
-        tiers=tuple(_tier(cache, name, tier) for name, tier in cache.meters.items()),
+        tiers=tuple(_tier(cache, name, tier, streamed) for name, tier in cache.meters.items()),
         sequences=engine.scheduler.num_by_state(),
         steps=engine.steps,
         step=_row(meters.step_s),
@@ -37,14 +39,16 @@ def report(engine: Metered) -> Meters:
         replayed_preemptions=meters.replayed_preemptions,
         unbalanced_proofs=meters.unbalanced_proofs,
         prefill_tokens_per_s=engine.rate.tokens_per_s,
+        stream_wait_s=streamed.elapsed_s,
         dropped_offers=cache.writedown.stats.dropped_offers,
         namespaces=tuple(NamespaceRow(name, num_bytes) for name, num_bytes in namespaces),
         other_namespaces_bytes=charged.total() - sum(num_bytes for _, num_bytes in namespaces),
     )
 
 
-def _tier(cache: TieredCache, name: str, meters: TierMeters) -> TierMeterRow:
+def _tier(cache: TieredCache, name: str, meters: TierMeters, streamed: StreamStats) -> TierMeterRow:
     gate = cache.gates.get(name)
+    streamed_bytes = {"host": streamed.host_bytes, "disk": streamed.disk_bytes}
     return TierMeterRow(
         tier=TierName(name),
         hit_tokens=meters.hit_tokens,
@@ -52,7 +56,7 @@ def _tier(cache: TieredCache, name: str, meters: TierMeters) -> TierMeterRow:
         write=_row(meters.write_s),
         stall=_row(meters.stall_s),
         late_loads=meters.late_loads,
-        streamed_bytes=meters.streamed_bytes,
+        streamed_bytes=streamed_bytes.get(name, 0),
         evictions=tuple(EvictionRow(*key, count) for key, count in sorted(meters.evictions.items())),
         lifetime=_row(meters.lifetime_s),
         reuse_gap=_row(meters.reuse_gap_s),

@@ -16,7 +16,9 @@ class EngineMeters:
     step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))  # of steps with something to compute
     decode_rows: Histogram = field(default_factory=lambda: Histogram(ROW_BOUNDS))  # of steps that decode
     computed_tokens: int = 0  # of prompts, those that no tier had
-    lost_gap_s: Histogram = field(default_factory=lambda: Histogram(AGE_BOUNDS_S))  # of prompts that are gone
+    lost_gap_s: Histogram = field(
+        default_factory=lambda: Histogram(AGE_BOUNDS_S)
+    )  # of prompts that are gone
     moved_preemptions: int = 0  # to the host tier, and back
     replayed_preemptions: int = 0  # computed again
     unbalanced_proofs: int = 0  # idle proofs that found something astray

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from daemon.cache_messages import Warm
+from daemon.engine.grammar_builder import Grammar
 from daemon.messages import StopReason, Submit, Usage
 from daemon.meter_messages import Loaded
+from tiers.residency import Stream
 from tiers.resources import Resources
 from tiers.restore import Restore
 from tiers.swap import Swapped
@@ -44,6 +46,7 @@ class Request:
     lookup_s: float = 0.0  # what looking it up took, the last time
     preemptions: int = 0
     warm: Warm | None = None
+    grammar: Grammar | None = None  # that each answer follows
     gap_s: float = 1.0  # usual time between prompts of its conversation
     unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
@@ -54,6 +57,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Its prompt may be computed: the grammar will not be missing at its end."""
+        return self.grammar is None or self.grammar.is_ready
 
     def usage(self, now: float) -> Usage:
         """Counts and times once the prompt is computed, at its first token."""
@@ -103,6 +111,7 @@ class Sequence:
     restore_until: float = 0.0  # and how long
     restore_since: float = 0.0
     swapped: Swapped | None = None  # its state in the host tier, while it is preempted
+    stream: Stream | None = None  # what it has below the device, where it is larger than that
 
     @property
     def id(self) -> str:
@@ -134,3 +143,4 @@ class Sequence:
         self.slot = None
         self.computed_len = 0
         self.resources.release()
+        self.stream = None

@@ -11,6 +11,7 @@ from msgspec import Meta
 from daemon.config import EngineConfig
 from daemon.front.principals import is_namespace
 from daemon.logs import FORMATS
+from daemon.meter_messages import MAX_NAMESPACES
 
 MAX_DRAIN_S = 86_400.0
 
@@ -47,6 +48,8 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tokenizer_workers: Annotated[int, Meta(description="processes that tokenize and render templates")] = 2
     tokenizer_queue: Annotated[int, Meta(description="prompts that wait for a tokenizer")] = 1024
     tokenizer_timeout_s: Annotated[float, Meta(description="longest time for one prompt; then its worker dies")] = 10.0
+    grammar_workers: Annotated[int, Meta(description="processes that check structures, from the first one on")] = 1
+    grammar_timeout_s: Annotated[float, Meta(description="longest check of one structure; then its worker dies")] = 3.0
     stall_timeout_s: Annotated[float, Meta(description="how long a client may take no message")] = 30.0
     drain_window_s: Annotated[float, Meta(description="how long streams may go on after SIGTERM")] = 30.0
     pulse_timeout_s: Annotated[float, Meta(description="age of the step clock at which health fails")] = 2.0
@@ -54,6 +57,12 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     restart_backoff_s: Annotated[float, Meta(description="first wait between quick deaths of the engine")] = 0.5
     restart_backoff_max_s: Annotated[float, Meta(description="longest such wait")] = 30.0
     max_failed_starts: Annotated[int, Meta(description="give up when the engine dies this often unready")] = 5
+    metrics_listen: Annotated[str | None, Meta(description="Unix socket of /metrics and /healthz over HTTP")] = None
+    metrics_tcp: Annotated[str | None, Meta(description="HOST:PORT of the same, loopback only")] = None
+    metrics_namespaces: Annotated[int, Meta(description="namespaces that metrics name, the largest ones; 0: none")] = 0
+    trace_endpoint: Annotated[str | None, Meta(description="URL that takes OTLP traces over HTTP")] = None
+    trace_fraction: Annotated[float, Meta(description="part of the calls without a trace context that is traced")] = 1.0
+    request_log: Annotated[float, Meta(description="part of the requests that end well with a line in the log")] = 1.0
     log_format: Annotated[str, Meta(description="text, json, or auto: text on a terminal")] = "auto"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     engine_command: tuple[str, ...] = (sys.executable, "-m", "daemon.engine")  # hidden; "--fd N" is added to it
@@ -66,6 +75,8 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _within("tokenizer_workers", self.tokenizer_workers, 1, 64)
         _within("tokenizer_queue", self.tokenizer_queue, 1, 1_000_000)
         _within("tokenizer_timeout_s", self.tokenizer_timeout_s, 0.01, 600)
+        _within("grammar_workers", self.grammar_workers, 1, 64)
+        _within("grammar_timeout_s", self.grammar_timeout_s, 0.01, 600)
         _within("stall_timeout_s", self.stall_timeout_s, 0.05, 3600)
         _within("drain_window_s", self.drain_window_s, 0, MAX_DRAIN_S)
         _within("pulse_timeout_s", self.pulse_timeout_s, 0.3, 600)
@@ -73,7 +84,12 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _within("restart_backoff_s", self.restart_backoff_s, 0, 600)
         _within("restart_backoff_max_s", self.restart_backoff_max_s, self.restart_backoff_s, 3600)
         _within("max_failed_starts", self.max_failed_starts, 1, 1000)
+        _within("metrics_namespaces", self.metrics_namespaces, 0, MAX_NAMESPACES)
+        _within("trace_fraction", self.trace_fraction, 0.0, 1.0)
+        _within("request_log", self.request_log, 0.0, 1.0)
         self._check_security()
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"trace_endpoint must be an http or https URL, not {self.trace_endpoint!r}")
         if self.log_format not in FORMATS:
             raise ValueError(f"log_format must be {', '.join(FORMATS)}, not {self.log_format!r}")
         if self.log_level not in ("debug", "info", "warning", "error"):

@@ -1,5 +1,7 @@
 """The engine serves an invented model exactly: cold, cached, forked, preempted, cancelled."""
 
+from collections import Counter
+
 import pytest
 
 from daemon.batch import Batch
@@ -244,9 +246,7 @@ def test_tables_agree_with_the_pools() -> None:
         harness.step()
     for query_id, kind in enumerate(QueryKind):
         harness.engine.handle(Query(query_id, kind))
-    tiers, sequences, ledger, meters = (message for message in harness.other)
-    assert isinstance(meters, Answer)
-    assert meters.meters is not None
+    tiers, sequences, ledger, scraped = (message for message in harness.other)
     assert isinstance(tiers, Answer)
     (tier,) = tiers.tiers
     assert tier.held_bytes + tier.cached_bytes + tier.free_bytes == tier.capacity_bytes == harness.pools.num_bytes
@@ -254,6 +254,11 @@ def test_tables_agree_with_the_pools() -> None:
     assert rows[("r", 2)].shared_blocks == 3 * GRID // BLOCK
     assert ledger.balanced  # type: ignore[union-attr]
     assert sum(row.bytes for row in ledger.ledger if row.kind != "weights") == harness.pools.num_bytes  # type: ignore[union-attr]
+    assert isinstance(scraped, Answer)
+    assert scraped.meters is not None
+    assert scraped.tiers == tiers.tiers
+    assert scraped.meters.computed_tokens == sum(usage.prompt_tokens for usage in harness.usage.values())
+    assert scraped.meters.sequences == Counter(row.state for row in sequences.sequences)  # type: ignore[union-attr]
     leaked = harness.device.blocks.take(1)
     harness.engine.handle(Query(9, QueryKind.LEDGER))
     assert f"block {leaked[0]}" in harness.other[-1].findings[0]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""grpcurl, where it is installed: lists, describes and streams by reflection, of both this project and the gateway."""
+"""grpcurl, where it is installed: lists, describes and streams by reflection, both own services and the gateway's."""
 
 import json
 import shutil
@@ -37,20 +37,25 @@ def test_it_lists_the_services_and_describes_a_message(front: Front) -> None:
     assert "optional uint32 max_tokens = 8" in grpcurl(front, "describe", "vllm.grpc.engine.SamplingParams").stdout
 
 
+def squeezed(text: str) -> str:
+    """Versions differ in how they spell the names of fields, and in spaces."""
+    return "".join(text.split()).replace("_", "").lower()
+
+
 def test_it_streams_an_answer_of_both_services(front: Front) -> None:
-    own = grpcurl(
-        front, "downcore.v1.GenerationService/Generate", request={"text": "hey", "stopping": {"maxTokens": 4}}
-    )
+    asked: dict[str, Any] = {"text": "hey", "stopping": {"max_tokens": 4}}
+    own = grpcurl(front, "downcore.v1.GenerationService/Generate", request=asked)
     assert own.returncode == 0, own.stderr
-    assert '"completionTokens": 4' in own.stdout
-    request = {"tokenized": {"inputIds": [BYTE + 97, BYTE + 98]}, "samplingParams": {"maxTokens": 3}}
-    foreign = grpcurl(front, "vllm.grpc.engine.VllmEngine/Generate", request=request)
+    assert '"completiontokens":4' in squeezed(own.stdout)
+    ids = [BYTE + 97, BYTE + 98]
+    asked = {"tokenized": {"input_ids": ids}, "sampling_params": {"max_tokens": 3}}
+    foreign = grpcurl(front, "vllm.grpc.engine.VllmEngine/Generate", request=asked)
     assert foreign.returncode == 0, foreign.stderr
-    assert json.loads(foreign.stdout)["complete"]["outputIds"] == [BYTE + 97, BYTE + 98, BYTE + 97]
+    assert squeezed(f'"output_ids": {[*ids, ids[0]]}') in squeezed(foreign.stdout)
 
 
 def test_it_shows_an_errors_code_and_field(front: Front) -> None:
     refused = grpcurl(front, "downcore.v1.GenerationService/Generate", request={"text": "x", "n": 9})
     assert refused.returncode == 64 + 3
     assert "InvalidArgument" in refused.stderr
-    assert '"field": "n"' in refused.stderr
+    assert '"field":"n"' in squeezed(refused.stderr)

@@ -148,7 +148,7 @@ def test_quotas_of_the_file_are_the_namespaces_and_follow_the_file(tmp_path: Pat
 
 
 def test_an_open_call_ends_when_its_token_expires_or_is_taken_out_or_loses_its_scope(tmp_path: Path) -> None:
-    soon = Who("soon", ("generate",), expires=datetime.now(UTC) + timedelta(seconds=15))
+    soon = Who("soon", ("generate",), expires=datetime.now(UTC) + timedelta(seconds=2.5))
     out, less, stays = (Who(name, ("generate",)) for name in ("out", "less", "stays"))
     with Place(tmp_path, soon, out, less, stays).running() as place:
         channels = {who.name: place.channel(who) for who in (soon, out, less, stays)}
@@ -160,7 +160,7 @@ def test_an_open_call_ends_when_its_token_expires_or_is_taken_out_or_loses_its_s
             with pytest.raises(grpc.RpcError) as caught:
                 list(calls[name])
             assert caught.value.code() is GONE, name  # type: ignore[attr-defined]
-        assert datetime.now(UTC) < soon.expires + timedelta(seconds=20)  # type: ignore[operator]
+        assert datetime.now(UTC) < soon.expires + timedelta(seconds=5)  # type: ignore[operator]
         for name in ("soon", "out"):
             assert code_of(lambda at=channels[name]: list(generate(at, "ab"))) is GONE
         next(calls["stays"])

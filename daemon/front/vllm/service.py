@@ -118,6 +118,7 @@ class VllmEngine:
             model_dtype=info.dtype,
             block_size=info.block_size,
             max_num_seqs=self._config.engine.max_sequences,
+            constrained_decoding_start="first_token",
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
