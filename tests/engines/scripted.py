@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason
+from daemon.kv_messages import KvUnwatch, KvWatch
 from tests.engines.scripted_cache import ScriptedCache
 
 PULSE_S = 0.1
@@ -164,6 +165,8 @@ class Scripted:
                 self.leaving = True
             case messages.Configure():
                 raise AssertionError("configured twice")
+            case KvWatch() | KvUnwatch():
+                pass  # it has no blocks to tell of
             case _:
                 if not self.args.mute:
                     self.cache.handle(message)
