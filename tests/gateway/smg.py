@@ -77,10 +77,11 @@ class Smg:
 
 @contextmanager
 def running_smg(folder: Path, model: Path | None, workers: Sequence[str], *flags: str) -> Generator[Smg]:
-    """A gateway that has found all its workers."""
+    """A gateway that has found all its workers, and a tokenizer."""
     smg = Smg(folder, model, workers, *flags)
     try:
         eventually(lambda: smg.num_ready() == len(workers), 40)
+        eventually(lambda: bool(smg.get("/v1/tokenizers")["tokenizers"]), 20)
         yield smg
     finally:
         smg.stop()
