@@ -58,6 +58,11 @@ class TokenizerPool:
         self._workers: set[_Worker] = set()
         self.kills = 0  # workers that had to be killed
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that there are now."""
+        return tuple(worker.process.pid for worker in self._workers)
+
     async def start(self) -> TokenTable:
         """Starts the workers. Returns: the bytes of every token.
 
