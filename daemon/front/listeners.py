@@ -35,9 +35,7 @@ MAX_REQUEST_BYTES = 16 << 20
 MAX_RESPONSE_BYTES = 128 << 20  # Tokenize of the largest prompt
 MAX_METADATA_BYTES = 8 << 10
 SPARE_CALLS = 512  # besides Generate: health, admin, reflection
-MAX_CONNECTION_AGE_S = (
-    3600  # then a client is asked to connect anew, so that no old certificate lives on in a connection
-)
+MAX_CONNECTION_AGE_S = 3600  # then a client is asked to connect anew: no old certificate lives on in a connection
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),

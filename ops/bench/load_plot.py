@@ -1,7 +1,5 @@
 """A run of load as a picture. A program of its own, which the bench starts: only it needs matplotlib."""
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +8,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from ops.bench.plot import main
+
 PANELS = (
     ("first_token_s", "first_token", "Time to first token"),
     ("between_tokens_s", "between_tokens", "Between tokens"),
     ("total_s", "total", "End to end"),
 )
-
-
-def main() -> None:
-    """`load_plot.py RESULT.json PICTURE.png`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("result", type=Path)
-    parser.add_argument("picture", type=Path)
-    arguments = parser.parse_args()
-    draw(json.loads(arguments.result.read_text(encoding="utf-8")), arguments.picture)
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
@@ -64,4 +55,4 @@ def _over_time(axis: Any, ended_s: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(draw)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import matplotlib.pyplot as plt
 OURS, THEIRS, HIT = "#1f5fa8", "#b0b0b0", "#2a9d5c"
 
 
-def main() -> None:
-    """`plot.py RESULT.json PICTURE.png`."""
+def main(draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """Draws what a command line says: RESULT.json PICTURE.png."""
     parser = argparse.ArgumentParser()
     parser.add_argument("result", type=Path)
     parser.add_argument("picture", type=Path)
@@ -87,4 +88,4 @@ def _label(axis: Any, bars: Any, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(draw)

@@ -14,7 +14,6 @@ import pytest
 from downcore.v1 import admin_pb2
 
 from ops.cli.errors import ExitCode
-from ops.cli.main import run
 from tests.engines.scripted_cache import GRID
 from tests.front.harness import Front, eventually, running_front
 from tests.ops.terminal import at_terminal
@@ -31,19 +30,6 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Generator[Front]:
     )  # fmt: skip
     with running_front(tmp_path_factory.mktemp("cli"), engine) as front:
         yield front
-
-
-@pytest.fixture
-def call(front: Front, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command line: exit code, stdout, stderr."""
-    monkeypatch.setenv("DOWNCORE_SERVER", str(front.socket))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
 
 
 def document(folder: Path, first: str, num_words: int = 1000) -> str:

@@ -33,19 +33,6 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Generator[Front]:
         yield front
 
 
-@pytest.fixture
-def call(front: Front, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command line: exit code, stdout, stderr."""
-    monkeypatch.setenv("DOWNCORE_SERVER", str(front.socket))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
-
-
 def test_events_are_listed_in_every_form(call: Any) -> None:
     code, table, _ = call("events")
     assert (code, "engine-ready" in table) == (ExitCode.OK, True)
