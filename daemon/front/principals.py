@@ -5,7 +5,6 @@ What must hold: a credential names one principal or none; a principal reaches it
 """
 
 import re
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,7 +15,7 @@ import msgspec
 
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.tokens import NOBODY, Token, TokenHash
-from daemon.front.watched import UnusableFile
+from daemon.front.watched import UnusableFile, read_file
 
 MAX_FILE_BYTES = 4 << 20
 MAX_TOKENS = 8  # of one principal: each is compared with
@@ -165,16 +164,9 @@ def read_principals(path: Path) -> Directory:
     Raises:
         UnusableFile: it cannot be read, others than its owner may write it, or something in it is wrong.
     """
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise UnusableFile(f"{path}: {error.strerror}") from None
+    content, mode = read_file(path, MAX_FILE_BYTES)
     if mode & 0o022:
         raise UnusableFile(f"{path} may be written by others than its owner; chmod 600 it")
-    if len(content) > MAX_FILE_BYTES:
-        raise UnusableFile(f"{path} is larger than {MAX_FILE_BYTES} bytes")
     try:
         return Directory(msgspec.toml.decode(content, type=_File).principals)
     except ValueError as error:  # msgspec's and tomllib's are ones

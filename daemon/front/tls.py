@@ -1,11 +1,10 @@
 """The certificate that TCP listeners show, and the authority whose clients they let in; both may change at any time.
 
 A new connection sees the newest files; those that are open keep what they were made with, for at most
-MAX_CONNECTION_AGE_S (server.py).
+MAX_CONNECTION_AGE_S (listeners.py).
 """
 
 import ssl
-import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from daemon.front.watched import UnusableFile, Watched
+from daemon.front.watched import UnusableFile, Watched, read_file
 
 MAX_PEM_BYTES = 1 << 20
 
@@ -64,10 +63,11 @@ class Tls:
 
 
 def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    cert, key = _read(files.cert), _read(files.key)
-    if stat.S_IMODE(files.key.stat().st_mode) & 0o007:
+    cert, _ = read_file(files.cert, MAX_PEM_BYTES)
+    key, mode = read_file(files.key, MAX_PEM_BYTES)
+    if mode & 0o007:
         raise UnusableFile(f"{files.key} is open to other users; chmod 600 it")
-    client_ca = _read(files.client_ca) if files.client_ca is not None else None
+    client_ca = read_file(files.client_ca, MAX_PEM_BYTES)[0] if files.client_ca is not None else None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(files.cert, files.key)
@@ -76,14 +76,3 @@ def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     except (ssl.SSLError, OSError) as error:
         raise UnusableFile(f"{files.cert} and {files.key}: {error}") from None
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_PEM_BYTES + 1)
-    except OSError as error:
-        raise UnusableFile(f"{path}: {error.strerror}") from None
-    if len(content) > MAX_PEM_BYTES:
-        raise UnusableFile(f"{path} is larger than {MAX_PEM_BYTES} bytes")
-    return content

@@ -5,6 +5,8 @@ nothing but the log, and the one before it stays in use.
 """
 
 import logging
+import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,6 +21,23 @@ TRIES = 3  # to find files that do not change while they are read
 
 class UnusableFile(ListenError):
     """A file that the listeners need cannot be used; the message says which and why."""
+
+
+def read_file(path: Path, max_bytes: int) -> tuple[bytes, int]:
+    """A whole file, and the permission bits of the very file that was read.
+
+    Raises:
+        UnusableFile: it cannot be read, or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise UnusableFile(f"{path}: {error.strerror}") from None
+    if len(content) > max_bytes:
+        raise UnusableFile(f"{path} is larger than {max_bytes} bytes")
+    return content, mode
 
 
 class Watched(Generic[T]):
