@@ -57,16 +57,19 @@ def test_following_goes_on_over_a_restart_of_the_daemon(tmp_path: Path) -> None:
     environ = {**os.environ, "DOWNCORE_SERVER": str(first.socket)}
     command = [sys.executable, "-m", "ops", "events", "-f", "--about", "engine", "-o", "jsonl"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as follower:
-        assert follower.stdout is not None
-        told = [json.loads(follower.stdout.readline()) for _ in range(2)]
-        assert [event["kind"] for event in told] == FIRST[:2]
-        assert first.close() == 0
-        with running_front(tmp_path):
-            again = [json.loads(follower.stdout.readline()) for _ in range(2)]
-            assert [event["kind"] for event in again] == FIRST[:2]
-            assert again[0]["log_id"] != told[0]["log_id"]
-            follower.send_signal(signal.SIGINT)
-            assert follower.wait(20) == ExitCode.INTERRUPTED
+        try:
+            assert follower.stdout is not None
+            told = [json.loads(follower.stdout.readline()) for _ in range(2)]
+            assert [event["kind"] for event in told] == FIRST[:2]
+            assert first.close() == 0
+            with running_front(tmp_path):
+                again = [json.loads(follower.stdout.readline()) for _ in range(2)]
+                assert [event["kind"] for event in again] == FIRST[:2]
+                assert again[0]["log_id"] != told[0]["log_id"]
+                follower.send_signal(signal.SIGINT)
+                assert follower.wait(20) == ExitCode.INTERRUPTED
+        finally:
+            follower.kill()
 
 
 def test_without_a_daemon_following_fails_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
