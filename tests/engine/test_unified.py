@@ -33,7 +33,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
         pool_bytes=16 << 20,
         host_bytes=16 << 20,
         disk_bytes=64 << 20,
-        num_warmup=1200,
+        num_warmup=2400,  # the tiers are full after half of it; tree and remembered past grow until here
         num_requests=400,
         num_cancels=300,
         num_samples=2,

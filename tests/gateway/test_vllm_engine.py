@@ -186,11 +186,11 @@ def test_a_folder_gives_what_it_has_and_nothing_that_is_not_a_tokenizers(tmp_pat
         archive_of(tmp_path)
     folder = write_model_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / "config.json").write_text(json.dumps({"model_type": "x", "architectures": ["X"], "bos_token_id": 4}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "bos_token_id": 4}))
     with zipfile.ZipFile(io.BytesIO(archive_of(folder).data)) as archive:
         assert set(archive.namelist()) == {"tokenizer.json", "chat_template.jinja", "config.json"}
     facts = facts_of(folder)
-    assert (facts.model_type, facts.architectures, facts.bos_token_id, facts.pad_token_id) == ("x", ("X",), 4, None)
+    assert (facts.architectures, facts.bos_token_id, facts.pad_token_id) == (("X",), 4, None)
     for content in ("[1]", "{", '{"architectures": 3, "bos_token_id": true}', "[" * 100_000):
         (folder / "config.json").write_text(content)
         assert facts_of(folder).architectures == ()

@@ -37,7 +37,6 @@ class Archive:
 class Facts:
     """What config.json says; empty or None where it says nothing."""
 
-    model_type: str
     architectures: tuple[str, ...]
     bos_token_id: int | None
     pad_token_id: int | None
@@ -73,7 +72,6 @@ def facts_of(folder: Path) -> Facts:
     named = fields.get("architectures")
     architectures = cast("list[object]", named) if isinstance(named, list) else []
     return Facts(
-        model_type=str(fields.get("model_type") or ""),
         architectures=tuple(str(name) for name in architectures),
         bos_token_id=_id(fields.get("bos_token_id", text.get("bos_token_id"))),
         pad_token_id=_id(fields.get("pad_token_id", text.get("pad_token_id"))),

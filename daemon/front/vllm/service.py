@@ -97,7 +97,7 @@ class VllmEngine:
             vocab_size=info.vocab_size,
             served_model_name=info.model,
             tokenizer_path=TOKENIZER_PATH,
-            model_type=self._facts.model_type or info.family,
+            model_type=info.family,
             architectures=self._facts.architectures,
             eos_token_ids=info.eos_token_ids,
             pad_token_id=self._facts.pad_token_id,
