@@ -71,6 +71,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     namespace: str
     deadline_s: float | None = None  # seconds from now
+    grammar: str | None = None  # what every answer must match, in llguidance's form; already checked by the front
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -6,13 +6,15 @@ Resources, and `_end` is the one way out for a choice: finish, cancel, deadline,
 
 import logging
 from collections.abc import Callable
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
+from pathlib import Path
 
 import torch
 
 from daemon.cache_messages import Warm
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
+from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
 from daemon.engine.rate import PrefillRate
@@ -23,6 +25,7 @@ from daemon.engine.sequence import Request, Sequence, SequenceState
 from daemon.engine.tiers import make_tuner
 from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
+from daemon.grammar import load_tokenizer
 from daemon.layers.steps import HostStageError
 from daemon.messages import (
     Abort,
@@ -84,18 +87,14 @@ class Engine:
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot)
         self.prefill = Prefill(
-            pools=pools,
-            cache=cache,
-            scheduler=self.scheduler,
-            runner=self.runner,
-            rate=self.rate,
-            tuning=self.tuning,
-            slice_s=config.slice_ms / 1000,
-        )
+            pools=pools, cache=cache, scheduler=self.scheduler, runner=self.runner, rate=self.rate,
+            tuning=self.tuning, slice_s=config.slice_ms / 1000,
+        )  # fmt: skip
         self.prefixes = Prefixes(cache)
         self.questions = Questions(self.prefixes, self.rate, send)
         self.warming = Warming(cache, self.prefixes, self.questions.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
+        self.grammars = GrammarBuilder(partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids))
         self.send = send
         self.clock = clock
         self.unix_clock = unix_clock
@@ -168,15 +167,12 @@ class Engine:
             self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
         else:
             now = self.clock()
+            text = message.grammar
             request = Request(
-                submit=message,
-                prompt_ids=prompt_ids,
-                order=self._arrivals,
-                arrived=now,
+                submit=message, prompt_ids=prompt_ids, order=self._arrivals, arrived=now, max_len=max_len, warm=warm,
                 deadline=None if message.deadline_s is None else now + message.deadline_s,
-                max_len=max_len,
-                warm=warm,
-            )
+                grammar=None if text is None else self.grammars.build(text, message.namespace),
+            )  # fmt: skip
             self._arrivals += 1
             lead = self.scheduler.enqueue(request)
             self.requests[request.id] = [lead, *lead.siblings]
@@ -240,6 +236,7 @@ class Engine:
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
         self.cache.close()
+        self.grammars.close()
 
     @property
     def only_waits(self) -> bool:
@@ -253,7 +250,8 @@ class Engine:
 
     def astray(self) -> list[str]:
         """What nobody of them has, by name."""
-        return self.cache.astray(self.owners()) + self.prefixes.astray()
+        owners = self.owners()
+        return self.cache.astray(owners) + self.prefixes.astray() + self.sampler.matchers.astray(owners)
 
     def check(self) -> None:
         """Raises AssertionError where the books do not add up; `astray` of the device says what by name."""
@@ -343,8 +341,9 @@ class Engine:
     def _commit_token(self, sequence: Sequence, drawn: Drawn) -> None:
         request = sequence.request
         if drawn.token_id is None:
-            log.error("logits of %s are not finite after %d tokens", sequence.id, len(sequence.token_ids))
-            self._fail(request, ErrorReason.INTERNAL, "the model's logits are not finite")
+            assert drawn.fault is not None
+            log.error("%s ends after %d tokens: %s", sequence.id, len(sequence.token_ids), drawn.fault.message)
+            self._fail(request, drawn.fault.reason, drawn.fault.message)
             return
         if request.first_token is None:
             request.first_token = self.clock()
@@ -352,7 +351,7 @@ class Engine:
         self._tokens.append(Token(request.id, sequence.index, drawn.token_id, drawn.chosen, drawn.top))
         submit = request.submit
         is_stop = drawn.token_id in submit.stop_token_ids and sequence.num_generated >= submit.min_tokens
-        if is_stop:
+        if is_stop or drawn.ends:
             self._finish(sequence, StopReason.STOP_TOKEN, stop_token_id=drawn.token_id)
         elif len(sequence.token_ids) >= request.max_len:
             self._finish(sequence, StopReason.LENGTH)

@@ -1,39 +1,67 @@
-"""Turns the last rows of a step into tokens, each by its own sequence's parameters, penalties and draw counter."""
+"""Turns the last rows of a step into tokens, each by its sequence's grammar, parameters, penalties and draw counter.
+
+A grammar comes first: what it forbids is -inf before penalties and filters see the row, and log-probabilities are those
+among what it allows. It also has the last word: min_tokens and an ignored end token hold ends back only while something
+else is allowed.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
+from daemon.engine.grammar_matchers import Matchers
 from daemon.engine.sequence import Sequence
+from daemon.errors import ErrorReason
+from daemon.grammar import GrammarError
 from daemon.messages import Logprob, SamplingParams
 from kernels.host import bools, ints
 from kernels.sampling import Filters, Penalties, apply_penalties, draw, greedy, uniform
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a request cannot go on, fit for its client to read."""
+
+    reason: ErrorReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sequence's next token, with log-probabilities where asked for; None where its logits were not finite."""
+    """A sequence's next token, with log-probabilities where asked for; None where a fault ends its request."""
 
     token_id: int | None
     chosen: float | None = None
     top: tuple[Logprob, ...] = ()
+    ends: bool = False  # the grammar's end: nothing holds that back
+    fault: Fault | None = None
+
+
+NOT_FINITE = Drawn(None, fault=Fault(ErrorReason.INTERNAL, "the model's logits are not finite"))
 
 
 class Sampler:
-    """Stateless but for the end tokens that min_tokens holds back."""
+    """Knows the end tokens that min_tokens holds back, and where each structured answer is in its grammar."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
+        self.matchers = Matchers(eos_token_ids)
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Drawn]:
         """One token for each row of logits [num_rows, vocab_size] fp32; row i belongs to sequences[i]."""
         finite = bools(logits.isfinite().all(-1))
-        best = ints(greedy(logits))
-        return [
-            self._sample_row(logits[row], sequence, best[row]) if finite[row] else Drawn(None)
-            for row, sequence in enumerate(sequences)
-        ]
+        masked = self.matchers.mask(logits, sequences)
+        best = ints(greedy(masked.logits))
+        drawn: list[Drawn] = []
+        for row, sequence in enumerate(sequences):
+            if not finite[row]:
+                drawn.append(NOT_FINITE)
+            elif row in masked.faults:
+                drawn.append(_lost(masked.faults[row]))
+            else:
+                drawn.append(self._sample_row(masked.logits[row], sequence, best[row]))
+        return drawn
 
     def _sample_row(self, raw: torch.Tensor, sequence: Sequence, best: int) -> Drawn:
         params = sequence.request.submit.sampling
@@ -43,22 +71,30 @@ class Sampler:
             token_id = best
         else:
             number = uniform((params.seed + sequence.index) % (1 << 64), sequence.num_generated)
-            token_id = draw(changed, filters, number)
+            token_id = (
+                _draw_among(changed, filters, number) if _has_grammar(sequence) else draw(changed, filters, number)
+            )
+        ends = False
+        if _has_grammar(sequence):
+            try:
+                ends = self.matchers.advance(sequence, token_id)
+            except GrammarError as error:
+                return _lost(str(error))
         if not params.logprobs:
-            return Drawn(token_id)
+            return Drawn(token_id, ends=ends)
         log_probs = torch.log_softmax(raw, -1)
         top: tuple[Logprob, ...] = ()
         if params.top_logprobs:
             values, ids = torch.topk(log_probs, min(params.top_logprobs, log_probs.numel()))
-            top = tuple(Logprob(int(id_), float(value)) for id_, value in zip(ids, values, strict=True))
-        return Drawn(token_id, float(log_probs[token_id]), top)
+            pairs = zip(ids, values, strict=True)
+            top = tuple(Logprob(int(id_), float(value)) for id_, value in pairs if value > -torch.inf)
+        return Drawn(token_id, float(log_probs[token_id]), top, ends)
 
     def _changed(self, raw: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-        """The row after penalties, bias and min_tokens; the very row where nothing applies."""
-        submit = sequence.request.submit
-        params = submit.sampling
+        """The row after penalties, bias and what is held back; the very row where nothing applies."""
+        params = sequence.request.submit.sampling
         penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        held_back = submit.min_tokens > sequence.num_generated
+        held_back = self._held_back(sequence)
         if penalties.is_neutral and not params.logit_bias and not held_back:
             return raw
         row = raw.clone()
@@ -69,8 +105,35 @@ class Sampler:
         if params.logit_bias:
             row[_ids(params.logit_bias, raw)] += torch.tensor(list(params.logit_bias.values()), device=raw.device)
         if held_back:
-            row[_ids({*self.eos_token_ids, *submit.stop_token_ids}, raw)] = -torch.inf
+            ids = _ids(held_back, raw)
+            ends = row[ids]
+            row[ids] = -torch.inf
+            if _has_grammar(sequence) and bool(row.amax() == -torch.inf):
+                row[ids] = ends
         return row
+
+    def _held_back(self, sequence: Sequence) -> set[int]:
+        """Tokens that must not come now: all ends before min_tokens, and in a grammar an end token that is ignored."""
+        submit = sequence.request.submit
+        if submit.min_tokens > sequence.num_generated:
+            return {*self.eos_token_ids, *submit.stop_token_ids}
+        return set(self.eos_token_ids).difference(submit.stop_token_ids) if _has_grammar(sequence) else set()
+
+
+def _has_grammar(sequence: Sequence) -> bool:
+    return sequence.request.grammar is not None
+
+
+def _draw_among(row: torch.Tensor, filters: Filters, number: float) -> int:
+    """As `draw`, of a row that may allow few: where filters sort, the others are left out first."""
+    if filters.is_plain or filters.is_greedy:
+        return draw(row, filters, number)
+    ids = (row > -torch.inf).nonzero().squeeze(-1)
+    return int(ids[draw(row[ids], filters, number)])
+
+
+def _lost(why: str) -> Drawn:
+    return Drawn(None, fault=Fault(ErrorReason.TOO_LARGE, f"the structure cannot be followed any further: {why}"))
 
 
 def _filters(params: SamplingParams) -> Filters:

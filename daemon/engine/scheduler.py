@@ -368,7 +368,7 @@ class Scheduler:
         Of several equal prompts the oldest is both: it runs through, and the others find its blocks. Prompts that are
         warmed have a turn when no other has.
         """
-        inside = [sequence for sequence in self.running if sequence.in_prompt]
+        inside = [sequence for sequence in self.running if sequence.in_prompt and sequence.request.is_ready]
         inside = [sequence for sequence in inside if sequence.request.warm is None] or inside
         if not inside:
             return None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from daemon.cache_messages import Warm
+from daemon.engine.grammar_builder import Grammar
 from daemon.messages import StopReason, Submit, Usage
 from daemon.meter_messages import Loaded
 from tiers.resources import Resources
@@ -44,6 +45,7 @@ class Request:
     lookup_s: float = 0.0  # what looking it up took, the last time
     preemptions: int = 0
     warm: Warm | None = None
+    grammar: Grammar | None = None  # that each answer follows
     gap_s: float = 1.0  # usual time between prompts of its conversation
     unwanted: dict[int, StopReason] = field(default_factory=dict[int, StopReason])  # ended before the fork: end at it
 
@@ -54,6 +56,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Its prompt may be computed: the grammar will not be missing at its end."""
+        return self.grammar is None or self.grammar.is_ready
 
     def usage(self, now: float) -> Usage:
         """Counts and times once the prompt is computed, at its first token."""

@@ -79,6 +79,7 @@ def start(
         clock=time.monotonic,
         unix_clock=time.time,
     )
+    engine.grammars.prepare()
     facts = loaded.model.facts
     info = EngineInfo(
         model=Path(config.model_path).name,

@@ -47,6 +47,8 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tokenizer_workers: Annotated[int, Meta(description="processes that tokenize and render templates")] = 2
     tokenizer_queue: Annotated[int, Meta(description="prompts that wait for a tokenizer")] = 1024
     tokenizer_timeout_s: Annotated[float, Meta(description="longest time for one prompt; then its worker dies")] = 10.0
+    grammar_workers: Annotated[int, Meta(description="processes that check structures, from the first one on")] = 1
+    grammar_timeout_s: Annotated[float, Meta(description="longest check of one structure; then its worker dies")] = 3.0
     stall_timeout_s: Annotated[float, Meta(description="how long a client may take no message")] = 30.0
     drain_window_s: Annotated[float, Meta(description="how long streams may go on after SIGTERM")] = 30.0
     pulse_timeout_s: Annotated[float, Meta(description="age of the step clock at which health fails")] = 2.0
@@ -66,6 +68,8 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _within("tokenizer_workers", self.tokenizer_workers, 1, 64)
         _within("tokenizer_queue", self.tokenizer_queue, 1, 1_000_000)
         _within("tokenizer_timeout_s", self.tokenizer_timeout_s, 0.01, 600)
+        _within("grammar_workers", self.grammar_workers, 1, 64)
+        _within("grammar_timeout_s", self.grammar_timeout_s, 0.01, 600)
         _within("stall_timeout_s", self.stall_timeout_s, 0.05, 3600)
         _within("drain_window_s", self.drain_window_s, 0, MAX_DRAIN_S)
         _within("pulse_timeout_s", self.pulse_timeout_s, 0.3, 600)

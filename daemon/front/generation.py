@@ -16,7 +16,7 @@ from daemon.errors import ErrorReason, RequestError
 from daemon.front import validate
 from daemon.front.caller import namespace_of, owner_of
 from daemon.front.config import FrontConfig
-from daemon.front.prompts import Prompts, from_little_endian, to_little_endian
+from daemon.front.prompts import Prepared, Prompts, from_little_endian, to_little_endian
 from daemon.front.requests import OpenRequest, RequestTable, cached_tokens
 from daemon.front.supervisor import Supervisor
 from daemon.front.text import TokenTable
@@ -123,11 +123,11 @@ class GenerationService:
         stopping = request.stopping
         n = request.n if request.HasField("n") else 1
         open_request.expect(n, tuple(stopping.stop), stopping.min_tokens, self._tokens)
-        prompt_ids = await self._prompt_ids(request, open_request)
+        prepared = await self._prepare(request, open_request, namespace)
         sampling = _sampling(request.sampling, self._random)
         if open_request.num_unfinished:  # not aborted meanwhile
-            open_request.queued = context.queue(len(prompt_ids) // 4)
-            submit = self._submission(request, open_request, prompt_ids, sampling, namespace, context.time_remaining())
+            open_request.queued = context.queue(prepared.prompt_len)
+            submit = self._submission(request, open_request, prepared, sampling, namespace, context.time_remaining())
             open_request.submitted_s = time.monotonic()
             self._supervisor.submit(submit)
             open_request.submitted = True
@@ -135,7 +135,7 @@ class GenerationService:
         usage = open_request.usage
         summary = pb.GenerateSummary(
             usage=pb.Usage(
-                prompt_tokens=len(prompt_ids) // 4,
+                prompt_tokens=prepared.prompt_len,
                 cached_tokens=cached_tokens(usage) if usage is not None else None,
                 completion_tokens=open_request.completion_tokens,
             ),
@@ -157,29 +157,29 @@ class GenerationService:
         await context.write(response)
         request.write_began_s = None
 
-    async def _prompt_ids(self, request: pb.GenerateRequest, open_request: OpenRequest) -> bytes:
-        """Little-endian int32; empty where the request was aborted before it had any."""
-        if request.WhichOneof("prompt") == "token_ids":
-            return to_little_endian(request.token_ids.ids)
-        open_request.tokenizing = encoding = asyncio.ensure_future(self._prompts.encode(request))
+    async def _prepare(self, request: pb.GenerateRequest, open_request: OpenRequest, namespace: str) -> Prepared:
+        """What the engine takes; without a token where the request was aborted before it had any."""
+        if request.WhichOneof("prompt") == "token_ids" and not request.HasField("structured_output"):
+            return Prepared(to_little_endian(request.token_ids.ids))
+        open_request.preparing = preparing = asyncio.ensure_future(self._prompts.prepare(request, namespace))
         try:
-            await asyncio.wait((encoding,))
+            await asyncio.wait((preparing,))
         finally:
-            open_request.tokenizing = None
-            encoding.cancel()
-        return b"" if encoding.cancelled() else encoding.result()
+            open_request.preparing = None
+            preparing.cancel()
+        return Prepared(b"") if preparing.cancelled() else preparing.result()
 
     def _submission(
         self,
         request: pb.GenerateRequest,
         open_request: OpenRequest,
-        prompt_ids: bytes,
+        prepared: Prepared,
         sampling: messages.SamplingParams,
         namespace: str,
         deadline_s: float | None,
     ) -> messages.Submit:
         info = self._supervisor.require_ready()
-        prompt_len = len(prompt_ids) // 4
+        prompt_len = prepared.prompt_len
         field = request.WhichOneof("prompt") or "prompt"
         if prompt_len == 0:
             raise RequestError(ErrorReason.INVALID_ARGUMENT, "has no token", field=field)
@@ -202,7 +202,7 @@ class GenerationService:
         ends = () if stopping.ignore_eos else info.eos_token_ids
         return messages.Submit(
             request_id=open_request.wire_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=prepared.prompt_ids,
             n=request.n if request.HasField("n") else 1,
             max_tokens=max_tokens,
             min_tokens=stopping.min_tokens,
@@ -210,6 +210,7 @@ class GenerationService:
             sampling=sampling,
             namespace=namespace,
             deadline_s=deadline_s,
+            grammar=prepared.grammar,
         )
 
 

@@ -6,6 +6,7 @@ Any message with a oneof `prompt` of text, chat and token ids is a prompt.
 import array
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from downcore.v1 import cache_pb2, generation_pb2
 
@@ -13,6 +14,7 @@ from daemon.errors import ErrorReason, RequestError
 from daemon.front import tokenizer_messages as tm
 from daemon.front import validate
 from daemon.front.config import FrontConfig
+from daemon.front.grammars import Grammars
 from daemon.front.supervisor import Supervisor
 from daemon.front.tokenizer_pool import TokenizerPool
 
@@ -20,13 +22,28 @@ HasPrompt = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | ca
 ID_BYTES = 4
 
 
-class Prompts:
-    """Checks prompts against the served model's limits, and tokenizes them."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's texts as the engine takes them: little-endian int32 token ids, and the grammar that was asked for."""
 
-    def __init__(self, config: FrontConfig, supervisor: Supervisor, tokenizers: TokenizerPool) -> None:
+    prompt_ids: bytes
+    grammar: str | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids) // ID_BYTES
+
+
+class Prompts:
+    """Checks prompts and structures against the served model's limits, and tokenizes the one, parses the other."""
+
+    def __init__(
+        self, config: FrontConfig, supervisor: Supervisor, tokenizers: TokenizerPool, grammars: Grammars
+    ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._tokenizers = tokenizers
+        self._grammars = grammars
 
     def limits(self) -> validate.Limits:
         """What this server and its model take. Raises RequestError while no engine is ready."""
@@ -37,6 +54,18 @@ class Prompts:
             max_answer_tokens=self._config.max_tokens_limit or info.max_context_tokens,
             max_prompt_bytes=self._config.max_prompt_bytes,
         )
+
+    async def prepare(self, request: generation_pb2.GenerateRequest, namespace: str) -> Prepared:
+        """All that has to be done outside the engine before it gets a checked request.
+
+        Raises:
+            RequestError: as `encode`; or the structure is wrong, or too costly to follow.
+        """
+        grammar: str | None = None
+        if request.HasField("structured_output"):
+            info = self._supervisor.require_ready()
+            grammar = await self._grammars.check(request.structured_output, namespace, info.eos_token_ids)
+        return Prepared(await self.encode(request), grammar)
 
     async def encode(self, message: HasPrompt, within: str = "") -> bytes:
         """Token ids of a checked prompt, little-endian int32.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from downcore.v1 import generation_pb2 as pb
 
@@ -62,7 +63,7 @@ class OpenRequest:
         self.error: RequestError | None = None
         self.write_began_s: float | None = None  # set while the client's transport takes a message
         self.handler: asyncio.Task[object] | None = None  # cancelled where its client does not read
-        self.tokenizing: asyncio.Future[bytes] | None = None  # set while a tokenizer has the prompt
+        self.preparing: asyncio.Future[Any] | None = None  # set while workers have the prompt or the structure
         self.submitted = False
         self.queued: QueuedTokens | None = None  # of its caller's limit, until the prompt is computed
         self.principal = owner  # as the log names its caller
@@ -164,8 +165,8 @@ class OpenRequest:
             if choice.finished is None and (chosen is None or choice.index in chosen):
                 ended.append(messages.StopSequence(self.wire_id, choice.index, choice.num_tokens))
                 self._end(choice, pb.FINISH_REASON_ABORTED)
-        if self.tokenizing is not None and not self.num_unfinished:
-            self.tokenizing.cancel()
+        if self.preparing is not None and not self.num_unfinished:
+            self.preparing.cancel()
         return ended
 
     def fail(self, error: RequestError) -> None:

@@ -23,6 +23,7 @@ from daemon.front.cache import CacheService
 from daemon.front.config import FrontConfig
 from daemon.front.events import EventLog
 from daemon.front.generation import GenerationService
+from daemon.front.grammars import Grammars
 from daemon.front.health import Health
 from daemon.front.listeners import Listeners
 from daemon.front.notify import Notifier
@@ -73,6 +74,7 @@ class _Front:
         self._tokenizers = TokenizerPool(
             config.engine.model_path, config.tokenizer_workers, config.tokenizer_queue, config.tokenizer_timeout_s
         )
+        self._grammars = Grammars(config)
         self._signalled = asyncio.Event()
         self._signalled_s = 0.0
 
@@ -109,13 +111,14 @@ class _Front:
             await self._listeners.stop(STOP_GRACE_S)
             ticking.cancel()
             await self._tokenizers.stop()
+            await self._grammars.stop()
             await asyncio.gather(engine, ticking, guarding, announcing, signalled, return_exceptions=True)
         log.info("stopped")
         return 0
 
     async def _start(self) -> tuple[GenerationService, Sequence[str]]:
         tokens = await self._tokenizers.start()
-        prompts = Prompts(self._config, self._supervisor, self._tokenizers)
+        prompts = Prompts(self._config, self._supervisor, self._tokenizers, self._grammars)
         generation = GenerationService(self._config, self._table, self._supervisor, prompts, tokens)
         cache = CacheService(self._config, self._table, self._jobs, self._supervisor, prompts)
         admin = AdminService(
@@ -210,6 +213,7 @@ class _Front:
         log.warning("second signal: ending at once")
         self._supervisor.kill()
         self._tokenizers.kill()
+        self._grammars.kill()
         self._listeners.release()
         os._exit(128 + number)
 

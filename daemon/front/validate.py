@@ -25,6 +25,8 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1024
+MAX_STRUCTURE_BYTES = 64 << 10
+MAX_CHOICES = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_ROLE_BYTES = 64
 MAX_WARM_PROMPTS = 64
@@ -183,6 +185,15 @@ def _stop_sizes(value: Sequence[str], limits: Limits) -> Complaint:
     return None
 
 
+def _structure_fits(value: str, limits: Limits) -> Complaint:
+    fits = len(value) <= MAX_STRUCTURE_BYTES and len(value.encode()) <= MAX_STRUCTURE_BYTES
+    return None if fits else f"is larger than {MAX_STRUCTURE_BYTES} bytes"
+
+
+def _no_empty_text(value: Sequence[str], limits: Limits) -> Complaint:
+    return None if all(value) else "must not hold an empty text"
+
+
 def _answer_fits(value: int, limits: Limits) -> Complaint:
     high = min(limits.max_answer_tokens, limits.max_context_tokens - 1)
     return None if 1 <= value <= high else f"must be from 1 to {high}, not {value}"
@@ -251,6 +262,31 @@ _NAMESPACE = Rule(
 )
 _GIVEN_NAMESPACE = Rule("namespace", lambda request: request.namespace, _given("must be given"))
 
+_STRUCTURED = "structured_output"
+_STRUCTURE = (
+    Rule(
+        _STRUCTURED,
+        lambda r: (r.structured_output.WhichOneof("structure") or "") if r.HasField(_STRUCTURED) else None,
+        _given("needs one of json_schema, regex, grammar, choice and json_object"),
+    ),
+    *(
+        _rule(f"{_STRUCTURED}.{form}", complain, reason)
+        for form in ("json_schema", "regex", "grammar")
+        for complain, reason in (
+            (_not_empty, ErrorReason.INVALID_ARGUMENT),
+            (_structure_fits, ErrorReason.TOO_LARGE),
+        )
+    ),
+    _rule(f"{_STRUCTURED}.choice.values", _not_empty),
+    _rule(f"{_STRUCTURED}.choice.values", _at_most(MAX_CHOICES), ErrorReason.TOO_LARGE),
+    _rule(f"{_STRUCTURED}.choice.values", _no_empty_text),
+    _rule(
+        f"{_STRUCTURED}.choice.values",
+        lambda values, limits: _structure_fits("".join(values), limits),
+        ErrorReason.TOO_LARGE,
+    ),
+)
+
 GENERATE = (
     _NAMESPACE,
     Rule("request_id", lambda request: request.request_id or None, _matches(_REQUEST_ID)),
@@ -284,6 +320,7 @@ GENERATE = (
     _rule("stopping.stop", _stop_sizes),
     _rule("stopping.stop_token_ids", _at_most(MAX_STOP_IDS)),
     _rule("stopping.stop_token_ids", _known_tokens),
+    *_STRUCTURE,
 )
 TOKENIZE = (_present("prompt", "one of text and chat must be given"), *_TEXT)
 ABORT = (_rule("request_id", _matches(_REQUEST_ID)),)

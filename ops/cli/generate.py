@@ -14,6 +14,7 @@ from ops.cli.client import GENERATION, connect
 from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import as_dict, enum_name, human_seconds, print_json
 from ops.cli.prompt import make_chat, read_prompt
+from ops.cli.structure import make_structure
 
 app = make_app()
 
@@ -51,6 +52,15 @@ def generate(
     ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Print each token's log-probability.")] = False,
     top_logprobs: Annotated[int, typer.Option("--top-logprobs", min=0, max=20, help="And of the best ones.")] = 0,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", metavar="FILE", help="Answers are JSON of this schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Answers match this as a whole.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", metavar="FILE", help="Answers follow this Lark grammar.")
+    ] = None,
+    choice: Annotated[list[str] | None, typer.Option("--choice", help="Answers are one of these; repeatable.")] = None,
+    any_json: Annotated[bool, typer.Option("--json", help="Answers are any object of JSON.")] = False,
     request_id: Annotated[str, typer.Option("--request-id", help="Your own name for the request.")] = "",
     stats: Annotated[bool, typer.Option("--stats", help="Usage and timings on stderr, at the end.")] = False,
     server: ServerOption = None,
@@ -81,7 +91,12 @@ def generate(
         stop_token_ids=stop_id or [],
         ignore_eos=ignore_eos,
     )
-    request = generation_pb2.GenerateRequest(request_id=request_id, sampling=sampling, stopping=stopping, n=number)
+    structure = make_structure(
+        json_schema=json_schema, regex=regex, grammar=grammar, choices=choice or [], any_json=any_json
+    )
+    request = generation_pb2.GenerateRequest(
+        request_id=request_id, sampling=sampling, stopping=stopping, n=number, structured_output=structure
+    )
     if output is Format.CSV:
         raise CliError(ExitCode.USAGE, "-o csv is for lists; an answer is a stream of events: -o jsonl")
     text = read_prompt(prompt, prompt_file)

@@ -22,7 +22,7 @@ from daemon.messages import (
 )
 from daemon.models.base import Model
 from daemon.sizing import Division
-from tests.engine.invented import EOS, Invented
+from tests.engine.invented import Invented
 from tests.engine.memory_store import MemoryStore
 from tiers.disk import DiskTier
 from tiers.host import HostTier
@@ -95,6 +95,7 @@ class Harness:
         num_chunks: int = 0,
         store: MemoryStore | None = None,
         slow: random.Random | None = None,
+        model_path: str = "invented",
         **config: object,
     ) -> None:
         self.model = model or INVENTED
@@ -115,7 +116,7 @@ class Harness:
             "write_bytes_per_s": 1 << 40,
             **config,
         }
-        self.config = EngineConfig("invented", block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
+        self.config = EngineConfig(model_path, block_size=block_size, grid=grid, slice_ms=slice_ms, **settings)  # type: ignore[arg-type]
         self.pools = DevicePools(layout, num_blocks, num_slots, torch.device("cpu"))
         self.mover = ManualMover(slow)
         self.device = make_device(
@@ -148,6 +149,7 @@ class Harness:
         deadline_s: float | None = None,
         min_tokens: int = 0,
         ignore_eos: bool = False,
+        grammar: str | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"seed": 0, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
@@ -158,10 +160,11 @@ class Harness:
                 n=n,
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
-                stop_token_ids=() if ignore_eos else (EOS,),
+                stop_token_ids=() if ignore_eos else self.model.facts.eos_token_ids,
                 sampling=params,
                 namespace=namespace,
                 deadline_s=deadline_s,
+                grammar=grammar,
             )
         )
 

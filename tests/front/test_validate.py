@@ -45,6 +45,15 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("sampling.logit_bias", {"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.0)}}),
     ("sampling.top_logprobs", {"sampling": {"logprobs": True, "top_logprobs": 21}}),
     ("sampling.top_logprobs", {"sampling": {"top_logprobs": 2}}),
+    ("structured_output", {"structured_output": {}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": ""}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": "x" * 65537}}),
+    ("structured_output.regex", {"structured_output": {"regex": "é" * 40000}}),
+    ("structured_output.grammar", {"structured_output": {"grammar": ""}}),
+    ("structured_output.choice.values", {"structured_output": {"choice": {}}}),
+    ("structured_output.choice.values", {"structured_output": {"choice": {"values": ["a", ""]}}}),
+    ("structured_output.choice.values", {"structured_output": {"choice": {"values": ["a"] * 1025}}}),
+    ("structured_output.choice.values", {"structured_output": {"choice": {"values": ["x" * 40000] * 2}}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 0}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 41}}),
     ("stopping.min_tokens", {"stopping": {"min_tokens": 41}}),
@@ -56,7 +65,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("stopping.stop_token_ids", {"stopping": {"stop_token_ids": [1] * 65}}),
     *(("namespace", {"namespace": v}) for v in ("/", "a/", "/a", "a//b", "a b", "ä", "x" * 129)),
 ]
-TOO_LARGE = {"text", "chat.messages"}
+TOO_LARGE = {
+    "text",
+    "chat.messages",
+    *(f"structured_output.{form}" for form in ("json_schema", "regex", "grammar", "choice.values")),
+}
 
 
 def request_of(values: dict[str, Any]) -> pb.GenerateRequest:

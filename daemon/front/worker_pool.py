@@ -1,0 +1,199 @@
+"""Worker processes: a few, one question at a time each, killed and replaced where one takes too long.
+
+What must hold: a question ends within its time, whatever it does to its worker; one that hangs or kills its worker
+fails alone; the queue before the workers is bounded.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from daemon.front.child import Child
+from daemon.messages import HEADER
+
+log = logging.getLogger("downcore.front")
+
+START_TIMEOUT_S = 120.0  # reading a large vocabulary on a busy machine
+RESPAWN_DELAY_S = 0.2
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class PoolFull(Exception):
+    """As many questions wait as may."""
+
+
+class WorkerDied(Exception):
+    """The question ended its worker."""
+
+
+class WorkerTimeout(Exception):
+    """The question took too long; its worker was ended."""
+
+
+class WorkersFailed(Exception):
+    """No worker starts."""
+
+
+@dataclass(frozen=True)
+class WorkerKind(Generic[Q, R]):
+    """A program that answers questions on its standard input and output, in frames as in daemon/messages.py."""
+
+    name: str  # in logs
+    command: Sequence[str]
+    frame: Callable[[Q], bytes]
+    decode: Callable[[bytes], R]  # raises ValueError
+    max_reply_bytes: int
+    hello: Q  # what a new worker is asked first, so that its start does not count as a question's time
+    is_ready: Callable[[R], bool]  # whether it answered as a worker that works
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How many workers there are, how many questions wait for them, and how long each may take."""
+
+    num_workers: int
+    queue_size: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    """A process and the socket that is its standard input and output."""
+
+    process: Child
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+@dataclass(frozen=True, slots=True)
+class _Job(Generic[Q, R]):
+    question: Q
+    reply: "asyncio.Future[R]"
+
+
+class WorkerPool(Generic[Q, R]):
+    """Answers questions through processes of one kind."""
+
+    def __init__(self, kind: WorkerKind[Q, R], limits: PoolLimits) -> None:
+        self._kind = kind
+        self._limits = limits
+        self._jobs: asyncio.Queue[_Job[Q, R]] = asyncio.Queue(limits.queue_size)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._workers: set[_Worker] = set()
+        self.kills = 0  # workers that had to be killed
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that there are now."""
+        return tuple(worker.process.pid for worker in self._workers)
+
+    async def start(self, first: Q) -> R:
+        """Starts the workers. Returns: the first one's reply to `first`; the others are asked `hello`.
+
+        Raises:
+            WorkersFailed: the first one does not answer, or cannot work.
+        """
+        worker = await self._spawn()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                reply = await self._ask(worker, first)
+        except (TimeoutError, WorkerDied):
+            await self._kill(worker)
+            raise WorkersFailed(f"the {self._kind.name} worker does not start") from None
+        self._tasks = [asyncio.create_task(self._work(worker))]
+        self._tasks += [asyncio.create_task(self._work(None)) for _ in range(1, self._limits.num_workers)]
+        return reply
+
+    async def ask(self, question: Q) -> R:
+        """The reply to one question.
+
+        Raises:
+            PoolFull, WorkerTimeout, WorkerDied: there is none.
+        """
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        try:
+            self._jobs.put_nowait(_Job(question, reply))
+        except asyncio.QueueFull:
+            raise PoolFull from None
+        return await reply
+
+    def kill(self) -> None:
+        """Ends all workers at once."""
+        for worker in self._workers:
+            worker.process.kill()
+
+    async def stop(self) -> None:
+        """Ends the workers; nothing waits for them any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in tuple(self._workers):
+            await self._kill(worker)
+
+    async def _work(self, worker: _Worker | None) -> None:
+        while True:
+            if worker is None:
+                worker = await self._ready_worker()
+            job = await self._jobs.get()
+            if job.reply.done():  # its caller has gone
+                continue
+            try:
+                async with asyncio.timeout(self._limits.timeout_s):
+                    reply = await self._ask(worker, job.question)
+            except (TimeoutError, WorkerDied) as error:
+                self.kills += 1
+                await self._kill(worker)
+                worker = None
+                fault = WorkerTimeout() if isinstance(error, TimeoutError) else error
+                if not job.reply.done():
+                    job.reply.set_exception(fault)
+                why = "time over" if isinstance(fault, WorkerTimeout) else fault
+                log.warning("%s worker replaced: %s", self._kind.name, why)
+                continue
+            if not job.reply.done():
+                job.reply.set_result(reply)
+
+    async def _ready_worker(self) -> _Worker:
+        while True:
+            worker = await self._spawn()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    reply = await self._ask(worker, self._kind.hello)
+                if self._kind.is_ready(reply):
+                    return worker
+                log.error("%s worker refused to start: %s", self._kind.name, reply)
+            except (TimeoutError, WorkerDied) as error:
+                log.error("%s worker died at its start: %s", self._kind.name, error)
+            await self._kill(worker)
+            await asyncio.sleep(RESPAWN_DELAY_S)
+
+    async def _spawn(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = Child(self._kind.command, stdio=theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = _Worker(process, reader, writer)
+        self._workers.add(worker)
+        return worker
+
+    async def _kill(self, worker: _Worker) -> None:
+        worker.process.kill()
+        worker.writer.close()
+        await worker.process.wait()
+        self._workers.discard(worker)
+
+    async def _ask(self, worker: _Worker, question: Q) -> R:
+        try:
+            worker.writer.write(self._kind.frame(question))
+            await worker.writer.drain()
+            (size,) = HEADER.unpack(await worker.reader.readexactly(HEADER.size))
+            if size > self._kind.max_reply_bytes:
+                raise WorkerDied(f"a reply of {size} bytes")
+            return self._kind.decode(await worker.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            raise WorkerDied(type(error).__name__) from error
