@@ -50,8 +50,10 @@ OPS_WITH_TORCH = ("ops.bench.reference", "ops.bench.kernels")
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"torch.load", "torch.save"}
 # The command line imports the module of the one command that runs, the loader that of the one family, the choice of
-# kernels Triton's where there is a card, the front the gateway's messages where a setting asks for them.
-DYNAMIC_IMPORTS = {"ops.cli.main", "daemon.models.load", "kernels.dispatch", "daemon.front.gateway"}
+# kernels Triton's where there is a card, the front the gateway's messages or OpenTelemetry where a setting asks for it.
+DYNAMIC_IMPORTS = {
+    "ops.cli.main", "daemon.models.load", "kernels.dispatch", "daemon.front.gateway", "daemon.front.tracing",
+}  # fmt: skip
 
 MOST_LINES = 420
 LONG_FILES: dict[str, str] = {}  # file: why it is longer

@@ -11,6 +11,7 @@ from msgspec import Meta
 from daemon.config import EngineConfig
 from daemon.front.principals import is_namespace
 from daemon.logs import FORMATS
+from daemon.meter_messages import MAX_NAMESPACES
 
 MAX_DRAIN_S = 86_400.0
 
@@ -56,6 +57,12 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     restart_backoff_s: Annotated[float, Meta(description="first wait between quick deaths of the engine")] = 0.5
     restart_backoff_max_s: Annotated[float, Meta(description="longest such wait")] = 30.0
     max_failed_starts: Annotated[int, Meta(description="give up when the engine dies this often unready")] = 5
+    metrics_listen: Annotated[str | None, Meta(description="Unix socket of /metrics and /healthz over HTTP")] = None
+    metrics_tcp: Annotated[str | None, Meta(description="HOST:PORT of the same, loopback only")] = None
+    metrics_namespaces: Annotated[int, Meta(description="namespaces that metrics name, the largest ones; 0: none")] = 0
+    trace_endpoint: Annotated[str | None, Meta(description="URL that takes OTLP traces over HTTP")] = None
+    trace_fraction: Annotated[float, Meta(description="part of the calls without a trace context that is traced")] = 1.0
+    request_log: Annotated[float, Meta(description="part of the requests that end well with a line in the log")] = 1.0
     log_format: Annotated[str, Meta(description="text, json, or auto: text on a terminal")] = "auto"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     engine_command: tuple[str, ...] = (sys.executable, "-m", "daemon.engine")  # hidden; "--fd N" is added to it
@@ -78,6 +85,11 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _within("restart_backoff_max_s", self.restart_backoff_max_s, self.restart_backoff_s, 3600)
         _within("max_failed_starts", self.max_failed_starts, 1, 1000)
         self._check_security()
+        _within("metrics_namespaces", self.metrics_namespaces, 0, MAX_NAMESPACES)
+        _within("trace_fraction", self.trace_fraction, 0.0, 1.0)
+        _within("request_log", self.request_log, 0.0, 1.0)
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"trace_endpoint must be an http or https URL, not {self.trace_endpoint!r}")
         if self.log_format not in FORMATS:
             raise ValueError(f"log_format must be {', '.join(FORMATS)}, not {self.log_format!r}")
         if self.log_level not in ("debug", "info", "warning", "error"):

@@ -48,6 +48,11 @@ class Grammars:
         """Workers that had to be killed."""
         return self._pool.kills if self._pool is not None else 0
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that there are now."""
+        return self._pool.pids if self._pool is not None else ()
+
     async def check(self, structured: pb.StructuredOutput, namespace: str, eos_token_ids: tuple[int, ...]) -> str:
         """The grammar of a structure that has one of its forms.
 

@@ -38,12 +38,21 @@ class Guard(grpc.GenericRpcHandler):
     Args:
         uses: of all listeners together.
         refused: counts refusals by reason, of all listeners together.
+        failed: counts all errors, by method and reason.
     """
 
-    def __init__(self, methods: Mapping[str, Served], door: Door, uses: Uses, refused: Counter[ErrorReason]) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, Served],
+        door: Door,
+        uses: Uses,
+        refused: Counter[ErrorReason],
+        failed: Counter[tuple[str, ErrorReason]],
+    ) -> None:
         self._door = door
         self._uses = uses
         self._refused = refused
+        self._failed = failed
         self._access = {path: access_of(path) for path in methods}
         self._handlers = {path: self._handler(path, served) for path, served in methods.items()}
 
@@ -56,7 +65,7 @@ class Guard(grpc.GenericRpcHandler):
         try:
             self._door.check_early(handler_call_details.invocation_metadata)
         except RequestError as error:
-            return self._refusal(error)
+            return self._refusal(path, error)
         return handler
 
     def _handler(self, path: str, served: Served) -> Any:
@@ -65,19 +74,22 @@ class Guard(grpc.GenericRpcHandler):
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[served.has_request_stream, served.has_response_stream]
-        return make(self._guarded(served, self._access[path]), response_serializer=_serialize)
+        return make(self._guarded(path, served), response_serializer=_serialize)
 
-    def _refusal(self, error: RequestError) -> Any:
+    def _refusal(self, path: str, error: RequestError) -> Any:
         """A handler that answers with the error, and reads nothing."""
 
         async def refuse(requests: Any, context: Any) -> None:
             self._refused[error.reason] += 1
+            self._failed[path, error.reason] += 1
             await status.abort(context, error)
 
         make: Any = grpc.stream_stream_rpc_method_handler
         return make(refuse)
 
-    def _guarded(self, served: Served, access: Access | None) -> Callable[[Any, Any], Awaitable[Message | None]]:
+    def _guarded(self, path: str, served: Served) -> Callable[[Any, Any], Awaitable[Message | None]]:
+        access = self._access[path]
+
         async def call(data: Any, context: Any) -> Message | None:
             opened: OpenCall | None = None
             use: Use | None = None
@@ -113,6 +125,7 @@ class Guard(grpc.GenericRpcHandler):
                     self._uses.calls.discard(opened)
             if failure.reason in COUNTED:
                 self._refused[failure.reason] += 1
+            self._failed[path, failure.reason] += 1
             return await status.abort(context, failure)
 
         return call

@@ -76,6 +76,7 @@ class Listeners:
         self._tls = _tls(config)
         self.uses = Uses()
         self.refused: Counter[ErrorReason] = Counter()  # calls, by reason
+        self.failed: Counter[tuple[str, ErrorReason]] = Counter()  # the same, and every other error, by method
         self._refused_told = self._shed_told = 0
         self._servers: list[Any] = []
         self._addresses: list[Address] = []
@@ -109,7 +110,8 @@ class Listeners:
         num_calls = self._config.max_open_requests + SPARE_CALLS
         options = OPTIONS if self._tls is None else (*OPTIONS, AGE_OPTION)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=num_calls)
-        server.add_generic_rpc_handlers((Guard(methods, self._door(address), self.uses, self.refused),))
+        guard = Guard(methods, self._door(address), self.uses, self.refused, self.failed)
+        server.add_generic_rpc_handlers((guard,))
         self._servers.append(server)
         if address.claim is not None or self._tls is None:
             port = server.add_insecure_port(address.target)

@@ -10,27 +10,32 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from downcore.v1 import admin_pb2 as pb
 
+from daemon import logs
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import gateway, memory
+from daemon.front import gateway, memory, tracing
 from daemon.front.access import ADMIN, CACHE, GENERATION, HEALTH, VLLM_ENGINE
 from daemon.front.admin import AdminService
 from daemon.front.cache import CacheService
 from daemon.front.config import FrontConfig
+from daemon.front.ended import Ended
 from daemon.front.events import EventLog
 from daemon.front.generation import GenerationService
 from daemon.front.grammars import Grammars
 from daemon.front.health import Health
+from daemon.front.http_listener import HttpListener
 from daemon.front.listeners import Listeners
 from daemon.front.notify import Notifier
 from daemon.front.open_work import OpenWork
 from daemon.front.prompts import Prompts
 from daemon.front.quotas import QuotaKeeper
+from daemon.front.request_log import RequestLog
 from daemon.front.requests import RequestTable
+from daemon.front.scrape import Scrape, Sources
 from daemon.front.supervisor import EngineState, Supervisor
 from daemon.front.tokenizer_pool import TokenizerPool
 from daemon.front.warm import WarmJobs
@@ -52,7 +57,11 @@ async def serve(config: FrontConfig) -> int:
     """
     listeners = Listeners(config)
     try:
-        return await _Front(config, listeners).run()
+        metrics = HttpListener(config.metrics_listen, config.metrics_tcp)
+        try:
+            return await _Front(config, listeners, metrics).run()
+        finally:
+            metrics.release()
     finally:
         listeners.release()
 
@@ -60,10 +69,14 @@ async def serve(config: FrontConfig) -> int:
 class _Front:
     """One front process."""
 
-    def __init__(self, config: FrontConfig, listeners: Listeners) -> None:
+    def __init__(self, config: FrontConfig, listeners: Listeners, metrics: HttpListener) -> None:
         self._config = config
         self._listeners = listeners
-        self._table = RequestTable(config.max_open_requests)
+        self._metrics = metrics
+        observers: list[Callable[[Ended], None]] = [RequestLog(config.request_log)]
+        if config.trace_endpoint is not None:
+            observers.append(tracing.load(config.trace_endpoint, config.trace_fraction))
+        self._table = RequestTable(config.max_open_requests, observers)
         self._jobs = WarmJobs()
         self._work = OpenWork(self._table, self._jobs)
         self._engine_service = gateway.load() if config.gateway else None
@@ -80,6 +93,7 @@ class _Front:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(logs.on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._listeners.has_files or self._notifier.is_managed:
@@ -109,6 +123,7 @@ class _Front:
             await self._supervisor.stop()
             engine.cancel()
             await self._listeners.stop(STOP_GRACE_S)
+            self._metrics.stop()
             ticking.cancel()
             await self._tokenizers.stop()
             await self._grammars.stop()
@@ -130,6 +145,11 @@ class _Front:
             servicers[VLLM_ENGINE] = self._engine_service(
                 self._config, self._work, self._supervisor, generation, self._health
             )
+        sources = Sources(
+            self._work, self._supervisor, self._health, self._tokenizers, self._grammars, self._listeners.failed
+        )
+        for address in await self._metrics.start(Scrape(self._config, _version(), sources)):
+            log.info("metrics on %s", address)
         return generation, await self._listeners.start(servicers)
 
     async def _announce(self, listening: Sequence[str]) -> None:
@@ -215,6 +235,7 @@ class _Front:
         self._tokenizers.kill()
         self._grammars.kill()
         self._listeners.release()
+        self._metrics.release()
         os._exit(128 + number)
 
     async def _drain(self, generation: GenerationService) -> None:

@@ -247,7 +247,9 @@ def test_tables_agree_with_the_pools() -> None:
     tiers, sequences, ledger, meters = (message for message in harness.other)
     assert isinstance(meters, Answer)
     assert meters.meters is not None
+    assert meters.meters.computed_tokens == sum(usage.prompt_tokens for usage in harness.usage.values())
     assert isinstance(tiers, Answer)
+    assert meters.tiers == tiers.tiers
     (tier,) = tiers.tiers
     assert tier.held_bytes + tier.cached_bytes + tier.free_bytes == tier.capacity_bytes == harness.pools.num_bytes
     rows = {(row.request_id, row.index): row for row in sequences.sequences}  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ from daemon import messages
 from daemon.errors import ErrorReason
 from daemon.kv_messages import KvUnwatch, KvWatch
 from tests.engines.scripted_cache import ScriptedCache
+from tests.engines.scripted_meters import meters
 
 PULSE_S = 0.1
 
@@ -222,7 +223,7 @@ class Scripted:
         if self.args.mute:
             return
         match query.kind:
-            case messages.QueryKind.TIERS:
+            case messages.QueryKind.TIERS | messages.QueryKind.METERS:
                 rows = (
                     messages.TierRow("device", "ram", 1024, 512, 256, 256, 0, 7, 9, 1, 16, 4, 4, 64, 64),
                     messages.TierRow(
@@ -238,9 +239,11 @@ class Scripted:
                     ),
                 )  # fmt: skip
                 found = tuple(row for row in rows if row.name in self.tiers)
-                self.send(messages.Answer(query.query_id, tiers=found))
-            case messages.QueryKind.METERS:
-                raise AssertionError("the front asks for no meters yet")
+                told = None
+                if query.kind is messages.QueryKind.METERS:
+                    sequences = {"queued": len(self.waiting), "decoding": len(self.running)}
+                    told = meters(self.tiers, steps=self.steps, sequences=sequences)
+                self.send(messages.Answer(query.query_id, tiers=found, meters=told))
             case messages.QueryKind.SEQUENCES:
                 self.send(messages.Answer(query.query_id, sequences=tuple(self.rows(query.id))))
             case messages.QueryKind.LEDGER:

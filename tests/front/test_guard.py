@@ -52,7 +52,7 @@ def code_of_abort() -> grpc.StatusCode:
     async def body() -> grpc.StatusCode:
         server = grpc.aio.server()
         door = Door(None, local_principal("n"), sees_certificates=False)
-        server.add_generic_rpc_handlers((Guard(methods_of(GENERATION, Nothing()), door, Uses(), Counter()),))
+        server.add_generic_rpc_handlers((Guard(methods_of(GENERATION, Nothing()), door, Uses(), Counter(), Counter()),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
