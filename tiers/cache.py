@@ -118,9 +118,17 @@ class TieredCache:
         if self.disk is not None and not self._is_probing and self.gates["disk"].wants_probe(now):
             self._probe(self.disk)
 
+    @property
+    def longest_lens(self) -> tuple[int, ...]:
+        """Tokens of the longest prefix that each tier below the device can hold, of those that can hold any."""
+        sizes = [self.host.chunks.size * self.host.chunk_bytes] if self.host is not None else []
+        sizes += [self.disk.store.quota_bytes] if self.disk is not None else []
+        lengths = [self.device.appraiser.longest_len(num_bytes) for num_bytes in sizes]
+        return tuple(longest for longest in lengths if longest)
+
     def offer(self, node: Node) -> None:
-        """A prefix is worth keeping below the device."""
-        if self.host is not None or self.disk is not None:
+        """A prefix is worth keeping below the device. One that no tier there can hold would only push others out."""
+        if any(node.depth * self.device.layout.block_size <= longest for longest in self.longest_lens):
             self.writedown.offer(node)
 
     def look_up(self, token_ids: Sequence[int], namespace: str) -> Match:

@@ -3,12 +3,18 @@
 After Marconi (MLSys 2025, arXiv 2411.19379, section 4.2). Owns an order, not the things in it: no tree, no torch, no
 clock. The score of a thing, of which the lowest goes first, is
 
-    -log(wait) + alpha x log(MFLOPs saved / bytes freed),    wait = time since the last use + gap weight x usual gap
+    -log(wait) + alpha x log(MFLOPs saved / bytes freed)
+    wait = age + max(habit - age, 0)^2 / (2 habit),    habit = patience x usual gap
+
+where the age is the time since the last use, the gap that between uses, and the wait how long the next use may take.
 
 - In logarithms, because alpha then has no unit: it means the same for every model, budget and load. With alpha 1 the
   thing goes that saves least for its bytes and for the time until it is asked for again.
 - The usual gap between uses tells two things of the same age apart: one that is asked for every ten seconds, and one
-  that has just been asked for after an hour. With both weights zero what is left is LRU.
+  that has just been asked for after an hour. Within its habit the age hardly counts: what is asked for every minute is
+  no less likely to be asked for after half of one. Beyond, the age alone is the wait: what has stayed away for an hour
+  will stay away for about another. (Half the habit where the age is zero, the age where it has reached the habit,
+  smoothly from one to the other.) With a patience of zero the age is all of the wait; with alpha zero too it is LRU.
 - What could not be hit if it stayed (its whole path does not fit into the tier) goes before everything else.
 
 Things lie in classes of nearly equal efficiency and usual gap, and a class is ordered by last use alone. A decision
@@ -31,7 +37,8 @@ that are below every checkpoint can serve nobody: they are a stop too, of effici
   offered again with the longer chain. A stop with children that has no checkpoint frees nothing and is not offered.
 - A hit refreshes the stop that it resumed at and no other. Checkpoints made by a request are as recent as its arrival.
   The usual gap of both is what tiers/history.py says of the prompt, but for a leaf that the prompt resumed at and goes
-  on from to a checkpoint of its own: its conversation will not come back to it, its gap is `history.PASSED_GAP_S`.
+  on from to a deeper checkpoint that the tier can hold: its conversation will not come back to it, its gap is
+  `history.PASSED_GAP_S`.
 
 A device has blocks and slots of fixed numbers: it keeps two orders, one of leaves in bytes of blocks, one of all
 checkpoints in bytes of slots; what leaves by one is discarded from the other.
@@ -48,11 +55,11 @@ from tiers.heap import Entry, Heap
 
 T = TypeVar("T", bound=Hashable)
 
-EFFICIENCY_STEPS = 3  # classes for each factor of two
-GAP_STEPS = 2
+EFFICIENCY_STEPS = 4  # classes for each factor of two
+GAP_STEPS = 4
 LEAST_EXPONENT, MOST_EXPONENT = -20, 20  # of two: MFLOPs a byte, and seconds; beyond, classes are not told apart
-LEAST_WAIT_S = 0.5  # so that what was used at this very moment is still compared by its efficiency
-ROOM = 64  # classes, to begin with
+LEAST_AGE_S = 0.5  # so that what was used at this very moment is still compared by its efficiency
+ROOM = 64  # classes, to begin with and to grow by
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,14 @@ class Weights:
     """What counts beside the last use."""
 
     alpha: float = 1.0  # of the efficiency
-    gap: float = 2.0  # of the usual gap
+    patience: float = 2.0  # usual gaps within which the age hardly counts; 0: gaps do not count
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.alpha) and isfinite(self.gap) and self.alpha >= 0 and self.gap >= 0):
-            raise ValueError(f"weights are finite and not negative, not {self.alpha} and {self.gap}")
+        if not (isfinite(self.alpha) and isfinite(self.patience) and self.alpha >= 0 and self.patience >= 0):
+            raise ValueError(f"weights are finite and not negative, not {self.alpha} and {self.patience}")
 
 
-LRU = Weights(alpha=0.0, gap=0.0)
+LRU = Weights(alpha=0.0, patience=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class _Class(Generic[T]):
     gap_s: float
     fits: bool
     heap: Heap[T]  # by last use
+    factor: float = 0.0  # of the wait, under the weights in force
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +138,12 @@ class EvictionOrder(Generic[T]):
         self._offers: dict[T, _Offer[T]] = {}
         self._by_key: dict[tuple[int, int, bool], _Class[T]] = {}
         self._classes: list[_Class[T]] = []
-        # Of each class, with room for more: a wait is (now + lead) x factor. The lead of an empty class, or of none, is
-        # minus infinity; the factor of one that does not fit is infinity.
-        self._lead_s = np.full(ROOM, -inf)
-        self._factor = np.ones(ROOM)
-        self._waits = np.zeros(ROOM)  # scratch
+        # Of each class, with room for a few more.
+        self._oldest_s = np.zeros(ROOM)
+        self._habit_s = np.zeros(ROOM)
+        self._half_inverse = np.zeros(ROOM)  # of the habit
+        self._factor = np.zeros(ROOM)  # of the wait: 0 of an empty class, infinity where things do not fit
+        self._ages, self._waits = np.zeros(ROOM), np.zeros(ROOM)  # scratch
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -188,9 +197,7 @@ class EvictionOrder(Generic[T]):
     def reweigh(self, weights: Weights) -> None:
         """Other weights from now on. What it costs depends on the number of classes, not of items."""
         self.weights = weights
-        for class_ in self._classes:
-            self._factor[class_.index] = self._factor_of(class_)
-            self._look(class_)
+        self._weigh(0)
 
     def check(self) -> None:
         """Raises AssertionError where an item is not exactly in its class, or a class is not seen as it is."""
@@ -201,15 +208,23 @@ class EvictionOrder(Generic[T]):
             assert offer.class_ is self._class_of(offer.worth)
         for class_ in self._classes:
             class_.heap.check()
-            assert self._lead_s[class_.index] == self._lead_of(class_)
-            assert self._factor[class_.index] == self._factor_of(class_)
-        assert np.all(self._lead_s[len(self._classes) :] == -inf)
+        seen = [each.copy() for each in (self._oldest_s, self._habit_s, self._half_inverse, self._factor)]
+        self._weigh(0)
+        after = (self._oldest_s, self._habit_s, self._half_inverse, self._factor)
+        assert all(np.array_equal(*pair) for pair in zip(seen, after, strict=True))
+        assert not np.any(self._factor[len(self._classes) :])
 
     def _lowest(self, now_s: float) -> int:
         """The class whose first item goes: the longest wait for its efficiency. At least one class has an item."""
-        np.add(self._lead_s, now_s, out=self._waits)
-        np.multiply(self._waits, self._factor, out=self._waits)
-        return int(self._waits.argmax())
+        ages, waits = self._ages, self._waits
+        np.subtract(now_s + LEAST_AGE_S, self._oldest_s, out=ages)
+        np.subtract(self._habit_s, ages, out=waits)
+        np.maximum(waits, 0.0, out=waits)
+        np.multiply(waits, waits, out=waits)
+        np.multiply(waits, self._half_inverse, out=waits)
+        np.add(waits, ages, out=waits)
+        np.multiply(waits, self._factor, out=waits)
+        return int(waits.argmax())
 
     def _class_of(self, worth: Worth) -> _Class[T]:
         key = (_step(worth.efficiency, EFFICIENCY_STEPS), _step(worth.gap_s, GAP_STEPS), worth.fits)
@@ -217,13 +232,11 @@ class EvictionOrder(Generic[T]):
         if class_ is None:
             efficiency, gap_s = 2.0 ** (key[0] / EFFICIENCY_STEPS), 2.0 ** (key[1] / GAP_STEPS)
             class_ = _Class(len(self._classes), efficiency, gap_s, worth.fits, Heap[T]())
-            if class_.index == len(self._lead_s):
-                self._lead_s = np.concatenate([self._lead_s, np.full(class_.index, -inf)])
-                self._factor = np.concatenate([self._factor, np.ones(class_.index)])
-                self._waits = np.zeros(len(self._lead_s))
-            self._factor[class_.index] = self._factor_of(class_)
+            if class_.index == len(self._waits):
+                self._grow()
             self._by_key[key] = class_
             self._classes.append(class_)
+            self._weigh(class_.index)
         return class_
 
     def _leave(self, offer: _Offer[T]) -> None:
@@ -231,15 +244,27 @@ class EvictionOrder(Generic[T]):
         self._look(offer.class_)
 
     def _look(self, class_: _Class[T]) -> None:
-        self._lead_s[class_.index] = self._lead_of(class_)
+        is_empty = not class_.heap
+        self._oldest_s[class_.index] = 0.0 if is_empty else class_.heap.first_key()
+        self._factor[class_.index] = 0.0 if is_empty else class_.factor
 
-    def _lead_of(self, class_: _Class[T]) -> float:
-        if not class_.heap:
-            return -inf
-        return LEAST_WAIT_S + self.weights.gap * class_.gap_s - class_.heap.first_key()
+    def _weigh(self, first: int) -> None:
+        """Sees the classes from this one on under the weights in force."""
+        weights, classes, here = self.weights, self._classes[first:], slice(first, len(self._classes))
+        for class_ in classes:
+            class_.factor = class_.efficiency**-weights.alpha if class_.fits else inf
+        self._oldest_s[here] = [class_.heap.first_key() if class_.heap else 0.0 for class_ in classes]
+        self._factor[here] = [class_.factor if class_.heap else 0.0 for class_ in classes]
+        self._habit_s[here] = [weights.patience * class_.gap_s for class_ in classes]
+        self._half_inverse[here] = 0.5 / np.maximum(self._habit_s[here], LEAST_AGE_S)  # no age is within a shorter one
 
-    def _factor_of(self, class_: _Class[T]) -> float:
-        return class_.efficiency**-self.weights.alpha if class_.fits else inf
+    def _grow(self) -> None:
+        room = np.zeros(ROOM)  # not twice as much: every decision reads all of it
+        self._oldest_s = np.concatenate([self._oldest_s, room])
+        self._habit_s = np.concatenate([self._habit_s, room])
+        self._half_inverse = np.concatenate([self._half_inverse, room])
+        self._factor = np.concatenate([self._factor, room])
+        self._ages, self._waits = np.zeros(len(self._factor)), np.zeros(len(self._factor))
 
 
 def _step(value: float, steps: int) -> int:

@@ -15,11 +15,13 @@ from tiers.eviction import Worth
 from tiers.flops import ComputeCost
 from tiers.history import PASSED_GAP_S, Seen
 
+UNBOUNDED_LEN = 1 << 62  # tokens
+
 
 class Admission(StrEnum):
     """Which states are kept."""
 
-    WORTHWHILE = "at branch points and at a prompt's last grid position"
+    WORTHWHILE = "at branch points, at a prompt's last grid position, and at the last that the tier can hold"
     EVERY_STEP = "at every grid position"
 
 
@@ -88,6 +90,7 @@ class ShadowCache:
         self.budget_bytes = budget_bytes
         self.order = order
         self.admission = admission
+        self.longest_len = longest_len(shape, budget_bytes)
         self.root = Chunk(None, None, 0, {})
         self.num_bytes = 0
         self.savings = Savings()
@@ -147,11 +150,12 @@ class ShadowCache:
     def _keep(self, visit: Visit, path: list[Chunk], resume: int) -> list[Chunk]:
         """Publishes the prompt's chunks and states; the stops whose worth may have changed."""
         shape, keys = self.shape, visit.keys
+        positions = self._positions(visit, resume)
         changed: list[Chunk] = []
         if resume:
             used = path[resume - 1]
             used.last_use_s = visit.now_s
-            goes_on = not used.children and len(visit.keys) > used.depth
+            goes_on = not used.children and any(position <= self.longest_len for position in positions)
             used.gap_s = PASSED_GAP_S if goes_on else visit.seen.gap_s
             changed.append(used)
         if len(path) < len(keys) and path and len(path[-1].children) == 1:
@@ -163,7 +167,7 @@ class ShadowCache:
             self.num_bytes += shape.chunk_bytes
             path.append(child)
             node = child
-        for position in self._positions(visit, resume):
+        for position in positions:
             chunk = path[position // shape.grid - 1]
             if not chunk.has_state:
                 chunk.has_state = True
@@ -178,6 +182,7 @@ class ShadowCache:
         return changed
 
     def _positions(self, visit: Visit, resume: int) -> tuple[int, ...]:
+        """Where states are kept that the tier does not have yet, in order. Blocks alone: every stop is one."""
         shape, seen = self.shape, visit.seen
         if self.admission is Admission.EVERY_STEP or not shape.checkpoint_bytes:
             return tuple(range((resume + 1) * shape.grid, len(visit.keys) * shape.grid + 1, shape.grid))
@@ -186,6 +191,7 @@ class ShadowCache:
             grid=shape.grid,
             resume_len=resume * shape.grid,
             branch_len=seen.num_known * shape.grid if seen.leaves_path else None,
+            asked=(self.longest_len,) if seen.num_known else (),
         )
 
     def _make_room(self, now_s: float) -> None:
@@ -230,7 +236,7 @@ class ShadowCache:
             gap_s=chunk.gap_s,
             flops=shape.cost.flops((above.depth if above else 0) * shape.grid, chunk.depth * shape.grid),
             num_bytes=shape_bytes(shape, num_chunks, states=1),
-            fits=self.budget_bytes is None or shape_bytes(shape, chunk.depth, states=1) <= self.budget_bytes,
+            fits=chunk.depth * shape.grid <= self.longest_len,
         )
 
     def _stop_above(self, chunk: Chunk) -> Chunk | None:
@@ -246,6 +252,13 @@ class ShadowCache:
             if chunk.has_state:
                 return [chunk]
         return []
+
+
+def longest_len(shape: CacheShape, budget_bytes: int | None) -> int:
+    """Tokens of the longest prefix that a tier can hold with its state, on the grid."""
+    if budget_bytes is None:
+        return UNBOUNDED_LEN // shape.grid * shape.grid
+    return max(budget_bytes - shape.checkpoint_bytes, 0) // shape.chunk_bytes * shape.grid
 
 
 def shape_bytes(shape: CacheShape, num_chunks: int, *, states: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from tiers.eviction import EvictionOrder, Weights
 from tiers.shadow import CacheShape, Chunk, ShadowCache, Visit
 
-CANDIDATES = tuple(Weights(alpha, gap) for alpha in (0.0, 0.5, 1.0, 1.5) for gap in (0.0, 2.0, 4.0))
+CANDIDATES = tuple(Weights(alpha, patience) for alpha in (0.0, 0.5, 1.0, 1.5) for patience in (0.0, 2.0, 4.0))
 QUEUE_LEN = 4096  # visits that may wait
 MEMORY_VISITS = 4096  # in which what was saved loses all but 1/e of its weight
 REVIEW_VISITS = 64  # between two looks at the sums
@@ -38,8 +38,8 @@ class WeightsChange:
 
     def __str__(self) -> str:
         return (
-            f"eviction weights: alpha {self.old.alpha:g} to {self.new.alpha:g}, gap {self.old.gap:g} to "
-            f"{self.new.gap:g}, which saved {self.gain:.1%} more FLOPs of late"
+            f"eviction weights: alpha {self.old.alpha:g} to {self.new.alpha:g}, patience "
+            f"{self.old.patience:g} to {self.new.patience:g}, which saved {self.gain:.1%} more FLOPs of late"
         )
 
 

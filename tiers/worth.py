@@ -39,6 +39,11 @@ class Appraiser:
         """Blocks of a grid chunk: the most that go at a time."""
         return self.grid // self.layout.block_size
 
+    def longest_len(self, num_bytes: int) -> int:
+        """Tokens of the longest prefix that so many bytes can hold with its state, on the grid; as raw images."""
+        state_bytes = -(-self.layout.slot_bytes // self.layout.block_bytes) * self.layout.block_bytes  # in whole chunks
+        return max(num_bytes - state_bytes, 0) // (self.chunk_blocks * self.layout.block_bytes) * self.grid
+
     def stop(self, node: Node, view: View) -> Worth:
         """A leaf of the tier with the blocks that only it needs, or a checkpoint that something hangs below."""
         size, is_leaf = self.layout.block_size, view.num_children(node) == 0

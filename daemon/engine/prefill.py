@@ -69,21 +69,22 @@ class Prefill:
         request.gap_s = seen.gap_s
         if seen.since_s is not None:
             self.scheduler.meters.asked_again(request, seen.since_s, self.cache.meters)
-        if match.nodes:
-            last = match.nodes[-1]
-            goes_on = not last.children and len(keys) * device.grid > match.resume_len
-            self.cache.used(last, PASSED_GAP_S if goes_on else seen.gap_s)
         if self.tuning is not None:
             self.tuning.note(Visit(now_s, request.prompt_len, keys, seen))
         branch_len = seen.num_known * device.grid if seen.leaves_path else None
         if branch_len is None and match.end is not MatchEnd.WHOLE and match.known_len > match.resume_len:
             branch_len = match.known_len  # known from before this process: others came this way and may again
         # The position below the end is where the very same prompt would resume.
-        asked = ((request.prompt_len - 1) // device.grid * device.grid,)
+        longest = self.cache.longest_lens
+        asked = ((request.prompt_len - 1) // device.grid * device.grid, *(longest if seen.num_known else ()))
         positions = checkpoint_positions(
             request.prompt_len, grid=device.grid, resume_len=match.resume_len, branch_len=branch_len, asked=asked
         )
         sequence.checkpoint_at = frozenset(positions)
+        if match.nodes:
+            last = match.nodes[-1]
+            goes_on = not last.children and any(position <= min(longest, default=position) for position in positions)
+            self.cache.used(last, PASSED_GAP_S if goes_on else seen.gap_s)
 
     def advance(self, sequence: Sequence) -> torch.Tensor | None:
         """One slice of the sequence's chunk; logits [1, vocab_size] once the prompt's last row is computed.

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ops.bench.clairvoyant import FORESIGHTS, ClairvoyantOrder, Foresight, Future
+from ops.bench.clairvoyant import BELADY, FORESIGHTS, ClairvoyantOrder, Foresight, Future
 from ops.bench.replay_trace import TracedRequest
 from tiers.eviction import LRU, EvictionOrder, Weights, Worth
 from tiers.flops import ComputeCost
@@ -26,6 +26,7 @@ from tiers.tuner import Tuner, WeightsChange
 HYBRID = ComputeCost(matmul_params=2_436_710_400, pair_flops=163_840, state_flops=110_100_480)
 HYBRID_BYTES_PER_TOKEN = 20_480
 HYBRID_CHECKPOINT_BYTES = 64_900_000
+CLAIRVOYANT = "clairvoyant: "  # before the name of a rule
 DECISIONS_TIMED = 20_000
 DECISIONS_TOGETHER = 1000
 
@@ -38,7 +39,8 @@ class PolicyFigures:
     token_hit_rate: float
     saved_flops_part: float  # of the FLOPs of all prompts computed from nothing
     vs_lru: float
-    vs_clairvoyant: float
+    vs_belady: float  # the clairvoyant that evicts what is used again last
+    vs_clairvoyant: float  # the best of seven clairvoyant rules, at this budget
     vs_unlimited: float
     num_evictions: int
     decision_us_p50: float | None  # CPU time; None where nothing was evicted
@@ -53,6 +55,7 @@ class BudgetFigures:
 
     part: float  # of the working set
     budget_bytes: int
+    best_clairvoyant: str  # the rule that saved most
     policies: tuple[PolicyFigures, ...]
 
 
@@ -96,6 +99,16 @@ class Run:
     digest: str = ""
     pop_s: list[float] = field(default_factory=list[float])
     changes: list[WeightsChange] = field(default_factory=list[WeightsChange])
+
+
+@dataclass(frozen=True, slots=True)
+class _Against:
+    """FLOPs that others saved at the same budget, and without one."""
+
+    lru: int
+    belady: int
+    clairvoyant: int
+    unlimited: int
 
 
 class _Timed:
@@ -209,7 +222,7 @@ class Replay:
         for clairvoyant.now, visit in enumerate(self.visits):
             cache.visit(visit)
             self._advance()
-        return Run(f"clairvoyant: {foresight.name}", cache, order.digest, order.pop_s)
+        return Run(CLAIRVOYANT + foresight.name, cache, order.digest, order.pop_s)
 
     def _at_budget(self, part: float, budget_bytes: int, unlimited_flops: int) -> BudgetFigures:
         default = Weights()
@@ -217,14 +230,20 @@ class Replay:
         runs = [
             lru,
             self.run("alpha 0, LRU", budget_bytes, LRU),
-            self.run(f"alpha 0, gap {default.gap:g}", budget_bytes, Weights(0.0, default.gap)),
-            self.run(f"alpha {default.alpha:g}, gap {default.gap:g}", budget_bytes, default),
+            self.run(f"alpha 0, patience {default.patience:g}", budget_bytes, Weights(0.0, default.patience)),
+            self.run(f"alpha {default.alpha:g}, patience {default.patience:g}", budget_bytes, default),
             self.tuned("tuned", budget_bytes),
             *(self.clairvoyant(budget_bytes, foresight) for foresight in FORESIGHTS),
         ]
-        best = max(_saved(run) for run in runs if run.policy.startswith("clairvoyant"))
-        figures = tuple(_figures(run, _saved(lru), best, unlimited_flops) for run in runs)
-        return BudgetFigures(part, budget_bytes, figures)
+        clairvoyants = dict(zip(FORESIGHTS, runs[-len(FORESIGHTS) :], strict=True))
+        best = max(clairvoyants, key=lambda foresight: _saved(clairvoyants[foresight]))
+        against = _Against(
+            lru=_saved(lru),
+            belady=_saved(clairvoyants[BELADY]),
+            clairvoyant=_saved(clairvoyants[best]),
+            unlimited=unlimited_flops,
+        )
+        return BudgetFigures(part, budget_bytes, best.name, tuple(_figures(run, against) for run in runs))
 
 
 def decision_times(num_items: int, seed: int = 0) -> DecisionTimes:
@@ -269,15 +288,16 @@ def _saved(run: Run) -> int:
     return run.cache.savings.saved_flops
 
 
-def _figures(run: Run, lru_flops: int, clairvoyant_flops: int, unlimited_flops: int) -> PolicyFigures:
+def _figures(run: Run, against: _Against) -> PolicyFigures:
     savings = run.cache.savings
     return PolicyFigures(
         policy=run.policy,
         token_hit_rate=savings.hit_tokens / max(savings.tokens, 1),
         saved_flops_part=savings.saved_flops / max(savings.flops, 1),
-        vs_lru=savings.saved_flops / max(lru_flops, 1),
-        vs_clairvoyant=savings.saved_flops / max(clairvoyant_flops, 1),
-        vs_unlimited=savings.saved_flops / max(unlimited_flops, 1),
+        vs_lru=savings.saved_flops / max(against.lru, 1),
+        vs_belady=savings.saved_flops / max(against.belady, 1),
+        vs_clairvoyant=savings.saved_flops / max(against.clairvoyant, 1),
+        vs_unlimited=savings.saved_flops / max(against.unlimited, 1),
         num_evictions=savings.num_evictions,
         decision_us_p50=_us(run.pop_s, 50) if run.pop_s else None,
         decision_us_p99=_us(run.pop_s, 99) if run.pop_s else None,

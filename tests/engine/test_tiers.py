@@ -104,6 +104,26 @@ def test_a_prefix_from_a_lower_tier_has_the_bytes_of_a_cold_run(tier: str) -> No
         harness.assert_idle_books()
 
 
+def test_a_prompt_longer_than_the_host_comes_back_as_far_as_it_fits_and_pushes_nothing_out_before() -> None:
+    harness = Harness(num_chunks=10)
+    (longest,) = harness.engine.cache.longest_lens
+    short, prompt = prompt_of(GRID + 1, 1), prompt_of(longest + 2 * GRID + 1, 2)
+    assert GRID < longest < len(prompt)
+    cold = serve(Harness(), "cold", prompt)
+    for name in ("short", "long"):
+        serve(harness, name, short if name == "short" else prompt)
+    forget_device(harness)
+    serve(harness, "short again", short)
+    assert cached(harness, "short again") == (0, GRID, 0)
+    forget_device(harness)
+    assert serve(harness, "long again", prompt) == cold
+    assert cached(harness, "long again") == (0, 0, 0)
+    forget_device(harness)
+    assert serve(harness, "third time", prompt) == cold
+    assert cached(harness, "third time") == (0, longest, 0)
+    harness.assert_idle_books()
+
+
 def test_a_state_that_left_the_device_alone_comes_back_alone() -> None:
     harness = Harness(num_chunks=50)
     prompt = prompt_of(3 * GRID)

@@ -62,7 +62,7 @@ def test_the_policies_come_in_the_order_they_must(replayed: Replayed) -> None:
     assert replayed.num_requests > 90
     for budget in replayed.budgets:
         figures = {policy.policy: policy for policy in budget.policies}
-        default = figures["alpha 1, gap 2"]
+        default = figures["alpha 1, patience 2"]
         clairvoyant = max(policy.saved_flops_part for name, policy in figures.items() if "clairvoyant" in name)
         assert default.num_evictions > 0
         assert default.token_hit_rate > 0
@@ -71,6 +71,9 @@ def test_the_policies_come_in_the_order_they_must(replayed: Replayed) -> None:
         assert figures["LRU, checkpoint at every step"].vs_lru == 1.0
         assert figures["tuned"].vs_lru > 1.0
         assert default.vs_lru > 1.1
+        belady = figures["clairvoyant: used again last (Belady)"]
+        assert (belady.vs_belady, figures[f"clairvoyant: {budget.best_clairvoyant}"].vs_clairvoyant) == (1.0, 1.0)
+        assert belady.vs_clairvoyant <= 1.0
 
 
 def test_a_trace_replays_to_the_same_choices(replayed: Replayed) -> None:
@@ -135,6 +138,8 @@ def test_the_command_prints_json_and_leaves_a_file(tmp_path: Path, capsys: pytes
     assert run([*arguments, "--results", str(tmp_path)]) == ExitCode.OK
     out = capsys.readouterr().out
     assert "tuned" in out
+    assert "clairvoyant, Belady" in out
+    assert "clairvoyant, best of" in out
     assert "10% of the working set" in out
 
 

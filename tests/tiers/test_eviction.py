@@ -78,22 +78,24 @@ def test_with_zero_weights_the_least_recently_used_goes_first_whatever_it_is_wor
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.floats(0, 3), st.floats(0, 8))
-def test_what_goes_has_the_lowest_score_but_for_the_width_of_a_class(seed: int, alpha: float, gap: float) -> None:
+def test_what_goes_has_the_lowest_score_but_for_the_width_of_a_class(seed: int, alpha: float, patience: float) -> None:
     draw = random.Random(seed)
     worths = {
         item: Worth(draw.uniform(0, 1000), draw.lognormvariate(3, 2), draw.randrange(10**9, 10**14), 10**8)
         for item in range(60)
     }
-    order = EvictionOrder[int](Weights(alpha, gap))
+    order = EvictionOrder[int](Weights(alpha, patience))
     for item, worth in worths.items():
         order.offer(item, worth)
 
     def score(item: int) -> float:
         worth = worths[item]
-        return alpha * log(worth.efficiency) - log(1000.5 - worth.last_use_s + gap * worth.gap_s)
+        age, habit = 1000.5 - worth.last_use_s, patience * worth.gap_s
+        wait = (habit + age**2 / habit) / 2 if age < habit else age
+        return alpha * log(worth.efficiency) - log(wait)
 
-    # Half a class of efficiency is a factor of 2^(1/6), half a class of gaps one of 2^(1/4), on either side.
-    width = 2 * (alpha * log(2) / 6 + log(2) / 4) + 1e-9
+    # Half a class is a factor of 2^(1/8) in efficiency or gap, on either side; a wait changes no faster than its gap.
+    width = 2 * (alpha * log(2) / 8 + log(2) / 8) + 1e-9
     while worths:
         item = order.pop(1000.0)
         assert item is not None
@@ -110,7 +112,20 @@ def test_of_two_things_of_one_age_the_one_that_saves_more_per_byte_stays() -> No
 def test_of_two_things_of_one_age_the_one_that_is_asked_for_more_often_stays() -> None:
     worths = {"often": replace(BASE, gap_s=5.0), "seldom": replace(BASE, gap_s=3600.0)}
     assert order_of(worths, Weights()) == ["seldom", "often"]
-    assert order_of(worths, Weights(gap=0.0)) == ["often", "seldom"], "ties go by arrival"
+    assert order_of(worths, Weights(patience=0.0)) == ["often", "seldom"], "ties go by arrival"
+
+
+def test_within_its_habit_the_age_hardly_counts_and_beyond_it_the_age_is_all() -> None:
+    hourly = replace(BASE, gap_s=3600.0)
+    assert order_of({"hourly": hourly, "late": replace(BASE, gap_s=60.0)}, Weights(), now_s=600.0) == ["hourly", "late"]
+    worths = {"long gone": replace(BASE, gap_s=60.0), "hourly": replace(hourly, last_use_s=4000.0)}
+    assert order_of(worths, Weights(), now_s=6000.0) == ["long gone", "hourly"]
+    ages = {"half": replace(hourly, last_use_s=5100.0), "dearer": replace(hourly, flops=BASE.flops * 6 // 5)}
+    assert order_of(ages, Weights(), now_s=6000.0) == ["dearer", "half"]
+    assert order_of({**ages, "dearer": replace(ages["dearer"], last_use_s=4200.0)}, Weights(), 6000.0) == [
+        "half",
+        "dearer",
+    ]
 
 
 def test_nothing_stays_for_ever_because_it_is_dear() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tiers.eviction import LRU, Decision, EvictionOrder, Weights
 from tiers.flops import ComputeCost
-from tiers.history import History
+from tiers.history import PASSED_GAP_S, History
 from tiers.shadow import Admission, CacheShape, Chunk, ShadowCache, Visit
 from tiers.tuner import Tuner, WeightsChange
 
@@ -100,6 +100,22 @@ def test_what_exceeds_the_tier_pushes_nothing_out() -> None:
     player.show("ab")
     player.show("vwxyz" * 2)
     assert player.show("abc") == 2 * GRID
+
+
+def test_a_prompt_longer_than_the_tier_resumes_at_the_longest_part_that_fits() -> None:
+    player = Player(HYBRID, 5 * 10 + 8, Weights())
+    assert [player.show("abcdefgh"), player.show("abcdefgh")] == [0, 0]
+    assert player.show("abcdefghi") == 5 * GRID
+    assert player.show("x") == 0
+    assert player.show("abcdefghij") == 5 * GRID, "its conversation comes back to what is kept of it"
+
+
+def test_a_conversation_that_outgrows_the_tier_keeps_what_it_had() -> None:
+    player = Player(HYBRID, 5 * 10 + 8, Weights())
+    player.show("abcde")
+    assert [player.show("abcde" + "fghijk"[:turn]) for turn in range(1, 6)] == [5 * GRID] * 5
+    (stop,) = (chunk for chunk in player.cache.chunks() if chunk.has_state)
+    assert (stop.depth, stop.gap_s < PASSED_GAP_S) == (5, True)
 
 
 def test_a_conversation_that_went_on_gives_up_its_old_state_first() -> None:
