@@ -1,5 +1,6 @@
 """Two daemons behind a gateway that this project did not write, and the OpenAI client before it."""
 
+import json
 import math
 import re
 from collections.abc import Generator
@@ -140,6 +141,24 @@ def test_chat_logprobs_are_a_distribution(fleet: Fleet) -> None:
     for position in logprobs.content:
         assert position.top_logprobs[0].token == position.token
         assert sum(math.exp(top.logprob) for top in position.top_logprobs) <= 1.0 + 1e-4
+
+
+def test_an_answer_has_the_structure_that_was_asked_for(fleet: Fleet) -> None:
+    schema = {"name": "x", "strict": True, "schema": {"enum": ["red", "green"]}}
+    by_schema: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    by_regex: dict[str, Any] = {"extra_body": {"regex": "(one|two) [0-9]{3}"}}
+    for seed in range(3):
+        colour, number = (
+            fleet.client.chat.completions.create(
+                model=MODEL, messages=CHAT, max_tokens=60, temperature=1.0, seed=seed, **structure
+            )
+            .choices[0]
+            .message.content
+            or ""
+            for structure in (by_schema, by_regex)
+        )
+        assert json.loads(colour) in ("red", "green")
+        assert re.fullmatch("(one|two) [0-9]{3}", number)
 
 
 def test_the_pages_example_runs(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:

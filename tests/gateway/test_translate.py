@@ -85,6 +85,25 @@ def test_values_arrive_as_they_were_meant() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("sampling", "structure"),
+    [
+        (vllm.SamplingParams(json_schema="{}"), pb.StructuredOutput(json_schema="{}")),
+        (vllm.SamplingParams(regex="a+"), pb.StructuredOutput(regex="a+")),
+        (vllm.SamplingParams(grammar="start: x"), pb.StructuredOutput(grammar="start: x")),
+        (vllm.SamplingParams(json_object=True), pb.StructuredOutput(json_object=pb.JsonObject())),
+        (
+            vllm.SamplingParams(choice=vllm.ChoiceConstraint(choices=["a", "b"])),
+            pb.StructuredOutput(choice=pb.Choices(values=["a", "b"])),
+        ),
+    ],
+)
+def test_a_constraint_is_a_structure(sampling: vllm.SamplingParams, structure: pb.StructuredOutput) -> None:
+    assert to_generate(vllm.GenerateRequest(sampling_params=sampling)).structured_output == structure
+    none = to_generate(vllm.GenerateRequest(sampling_params=vllm.SamplingParams(json_object=False)))
+    assert not none.HasField("structured_output")
+
+
 def test_absent_values_are_left_to_their_defaults() -> None:
     got = to_generate(vllm.GenerateRequest(text="t", sampling_params=vllm.SamplingParams()))
     for name in ("temperature", "top_p", "repetition_penalty", "seed"):
@@ -123,6 +142,7 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
     [
         ("sampling.top_p", "sampling_params.top_p"), ("stopping.max_tokens", "sampling_params.max_tokens"),
         ("sampling.top_logprobs", "sampling_params.logprobs"), ("n", "sampling_params.n"),
+        ("structured_output.regex", "sampling_params.regex"), ("structured_output", "sampling_params"),
         ("token_ids.ids", "tokenized.input_ids"), ("text", "text"), ("request_id", "request_id"), ("", ""),
     ],
 )  # fmt: skip

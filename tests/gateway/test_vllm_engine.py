@@ -93,7 +93,8 @@ def test_text_is_tokenized_here(client: Client) -> None:
         ({"presence_penalty": 3.0}, "presence_penalty"), ({"n": 9}, "n"), ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"), ({"stop_token_ids": [1 << 31]}, "stop_token_ids"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"json_object": True}, "json_object"), ({"regex": "a"}, "regex"),
+        ({"structural_tag": "{}"}, "structural_tag"), ({"regex": ""}, "regex"), ({"json_schema": ""}, "json_schema"),
+        ({"choice": vllm.ChoiceConstraint()}, "choice.choices"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],
 )  # fmt: skip

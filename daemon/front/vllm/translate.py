@@ -31,23 +31,24 @@ _REFUSED_IN_REQUEST = {
     "extra_mm_inputs": _TEXT_ONLY,
     "media_refs": _TEXT_ONLY,
 }
-_NO_GRAMMAR = "constrained decoding is not to be had through this service"
 _REFUSED_IN_SAMPLING = {
     "prompt_logprobs": "log-probabilities of the prompt are not computed",
     "truncate_prompt_tokens": "prompts are never cut: send what is meant",
-    **dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"), _NO_GRAMMAR),
+    "structural_tag": "there is no such structure here; a grammar as Lark writes it may say the same",
 }
 # Fields that say how ids become text (skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output,
 # tokenized.original_text) or where a grammar begins (grammar_from_first_token) change no id, and are the gateway's.
 _DEFAULT_AT_ZERO = ("top_p", "repetition_penalty")  # there is no other way to leave them out
 _PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty")  # whose default is zero
-# Where a field of downcore.v1 has another name there; the rest of `sampling` and `stopping` is in `sampling_params`.
+# Where a field of downcore.v1 has another name there; the rest of these three is in `sampling_params`.
 _NAMES = {
     "prompt": "input",
     "token_ids": "tokenized.input_ids",
     "token_ids.ids": "tokenized.input_ids",
     "n": "sampling_params.n",
     "sampling.top_logprobs": "sampling_params.logprobs",
+    "structured_output": "sampling_params",
+    "structured_output.choice.values": "sampling_params.choice.choices",
 }
 
 
@@ -74,7 +75,11 @@ def to_generate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
         ignore_eos=given.ignore_eos,
     )
     translated = pb.GenerateRequest(
-        request_id=request.request_id, sampling=_sampling(given), stopping=stopping, n=given.n or None
+        request_id=request.request_id,
+        sampling=_sampling(given),
+        stopping=stopping,
+        n=given.n or None,
+        structured_output=_structure(given),
     )
     match request.WhichOneof("input"):
         case "tokenized":
@@ -103,13 +108,29 @@ def _sampling(given: vllm.SamplingParams) -> pb.SamplingParams:
     return sampling
 
 
+def _structure(given: vllm.SamplingParams) -> pb.StructuredOutput | None:
+    match given.WhichOneof("constraint"):
+        case "json_schema":
+            return pb.StructuredOutput(json_schema=given.json_schema)
+        case "regex":
+            return pb.StructuredOutput(regex=given.regex)
+        case "grammar":
+            return pb.StructuredOutput(grammar=given.grammar)
+        case "choice":
+            return pb.StructuredOutput(choice=pb.Choices(values=given.choice.choices))
+        case "json_object" if given.json_object:
+            return pb.StructuredOutput(json_object=pb.JsonObject())
+        case _:
+            return None
+
+
 def renamed(error: RequestError) -> RequestError:
     """An error of GenerationService, whose field has the name that the gateway knows."""
     name = error.field
     section, dot, rest = name.partition(".")
     if name in _NAMES:
         name = _NAMES[name]
-    elif dot and section in ("sampling", "stopping"):
+    elif dot and section in ("sampling", "stopping", "structured_output"):
         name = f"sampling_params.{rest}"
     return RequestError(error.reason, error.message, field=name, retry_after_s=error.retry_after_s)
 
