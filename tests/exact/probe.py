@@ -82,8 +82,9 @@ class Probe:
         return self._usage[f"p{self._count}"]
 
     def forget(self) -> None:
-        """Drops everything cached on the device."""
+        """Drops everything cached on the device; what became free is NaN before the next prompt's time begins."""
         self.engine.device.drop_cache()
+        self._poison()
 
     def _receive(self, message: ToFront) -> None:
         match message:
