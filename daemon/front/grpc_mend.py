@@ -37,8 +37,8 @@ class _Batch:
     __slots__ = ("caller", "original")
 
     cancelled = bool  # called without arguments: never, since the event is still to be taken
-    # How the queue, which serves the real loop, reports to a batch whose `loop` is another object. It does so in its own
-    # loop's thread, and a process that is mended has one loop.
+    # How the queue, which serves the real loop, reports to a batch whose `loop` is another object: in its own loop's
+    # thread. A process that is mended has no other loop.
     call_soon_threadsafe = operator.call
     __await__ = functools.partial(iter, (None,))
 

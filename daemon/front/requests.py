@@ -118,27 +118,27 @@ class OpenRequest:
         choice = self._choices[token.index]
         if choice.finished is not None or self.error is not None:
             return None
-        if self.first_token_s is None:
+        if choice.last_token_s is not None:
+            self._meters.token_gap_s.observe(now_s - choice.last_token_s)
+        elif self.first_token_s is None:
             self.first_token_s = now_s
             self._meters.first_token_s.observe(now_s - self.arrived_s)
-        elif choice.last_token_s is not None:
-            self._meters.token_gap_s.observe(now_s - choice.last_token_s)
         self.last_token_s = choice.last_token_s = now_s
         choice.num_tokens += 1
         if choice.new_ids and not self.coalesces:
             self._whole.append(self._chunk(choice))
         choice.new_ids.append(token.token_id)
-        self._buffered_bytes += ID_BYTES
+        size = ID_BYTES
         if token.chosen is not None:
             position = self._position(token, token.chosen).SerializeToString()
             choice.new_logprobs.append(position)
-            self._buffered_bytes += len(position)
+            size += len(position)
         if not hide_text:
-            piece = self._table[token.token_id]
-            text = choice.text.add(piece, may_stop=choice.num_tokens >= self._min_tokens)
+            text = choice.text.add(self._table[token.token_id], may_stop=choice.num_tokens >= self._min_tokens)
             if text:
                 choice.new_text.append(text)
-                self._buffered_bytes += len(text)
+                size += len(text)
+        self._buffered_bytes += size
         self._wake()
         if self._buffered_bytes > MAX_BUFFERED_BYTES:
             self.fail(RequestError(ErrorReason.READER_STALLED, "the client reads too slowly"))
@@ -244,9 +244,10 @@ class OpenRequest:
 
     def _chunk(self, choice: Choice) -> bytes:
         """The bytes of a GenerateResponse."""
-        text = "".join(choice.new_text)
+        texts = choice.new_text
+        text = texts[0] if len(texts) == 1 else "".join(texts)
         body = chunk_wire.chunk_field(choice.index, text, choice.new_ids, choice.new_logprobs)
-        choice.new_text.clear()
+        texts.clear()
         choice.new_ids.clear()
         choice.new_logprobs.clear()
         return self._chunk_prefix + body
@@ -314,6 +315,7 @@ class RequestTable:
         self._observers = (self.meters.request_ended, *observers)  # told of each that has left
         self._by_id: dict[tuple[str, str], OpenRequest] = {}
         self._by_wire_id: dict[str, OpenRequest] = {}
+        self.find_wire: Callable[[str], OpenRequest | None] = self._by_wire_id.get  # once a token: found at once
         self._serial = 0
         self._idle_waiters: deque[asyncio.Future[None]] = deque()
         self.draining = False
@@ -372,9 +374,6 @@ class RequestTable:
     def find_all(self, request_id: str) -> list[OpenRequest]:
         """Those of this id, whoever owns them: for operators."""
         return [request for request in self._by_id.values() if request.request_id == request_id]
-
-    def find_wire(self, wire_id: str) -> OpenRequest | None:
-        return self._by_wire_id.get(wire_id)
 
     def fail_submitted(self, error: RequestError) -> int:
         """Fails every request that the engine has. Returns: how many."""

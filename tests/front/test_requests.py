@@ -54,6 +54,14 @@ def test_a_chunk_written_by_hand_is_what_protobuf_reads(
     assert pb.GenerateResponse.FromString(data) == expected
 
 
+@pytest.mark.parametrize("text", ["", "a", "é" * 50, "a" * 101, "a" * 127, "a" * 200])
+@pytest.mark.parametrize("token_id", [0, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 2**31 - 1])
+def test_a_chunk_of_one_token_is_written_to_the_byte_as_protobuf_does(text: str, token_id: int) -> None:
+    data = chunk_wire.request_id_field("r-1") + chunk_wire.chunk_field(0, text, [token_id], [])
+    chunk = pb.GenerateChunk(text=text, token_ids=[token_id])
+    assert data == pb.GenerateResponse(request_id="r-1", chunk=chunk).SerializeToString()
+
+
 def test_tokens_that_pile_up_are_sent_as_one_chunk() -> None:
     async def body() -> None:
         table = RequestTable(4)
