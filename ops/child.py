@@ -32,17 +32,18 @@ _libc = ctypes.CDLL(None)
 
 
 class ChildDaemon:
-    """A running `python -m daemon`; use it in a with statement, which ends it however the block ends."""
+    """A running `python -m PROGRAM`; use it in a with statement, which ends it however the block ends."""
 
-    def __init__(self, model: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, arguments: Sequence[str] = (), *, program: str = "daemon") -> None:
         self._model = model
         self._arguments = arguments
+        self._program = program
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "ChildDaemon":
         self._folder = Path(tempfile.mkdtemp(prefix="downcore-"))  # mode 0700
-        command = [sys.executable, "-m", "daemon", "--model", str(self._model), "--listen", str(self.socket)]
+        command = [sys.executable, "-m", self._program, "--model", str(self._model), "--listen", str(self.socket)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, *self._arguments],

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "daemon.layers": {"daemon.layers", "daemon", "tiers", "kernels"},
     "daemon.weights": {"daemon.weights", "daemon.models", "daemon.layers", "daemon", "tiers", "kernels"},
     "daemon.__main__": {"daemon.front", "daemon"},
+    "daemon.null": {"daemon.null", "daemon.__main__", "daemon.front", "daemon"},
     "daemon.front": {"daemon.front", "daemon", "tiers.meters", "downcore"},
     "daemon.engine": {
         "daemon.engine",

@@ -18,9 +18,10 @@ from daemon.front.caller import is_part
 from daemon.front.config import FrontConfig
 from daemon.front.events import EventLog
 from daemon.front.open_work import OpenWork
-from daemon.front.requests import OpenRequest, client_name, client_owner
+from daemon.front.requests import OpenRequest
 from daemon.front.service import write
 from daemon.front.supervisor import EngineState, Supervisor
+from daemon.front.wire_ids import client_name, client_owner
 
 MAX_WATCHERS = 64
 DEFAULT_WATCH_S = 1.0

@@ -51,6 +51,9 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     grammar_workers: Annotated[int, Meta(description="processes that check structures, from the first one on")] = 1
     grammar_timeout_s: Annotated[float, Meta(description="longest check of one structure; then its worker dies")] = 3.0
     stall_timeout_s: Annotated[float, Meta(description="how long a client may take no message")] = 30.0
+    coalesce: Annotated[bool, Meta(description="tokens that wait for a client go in one message, not in one each")] = (
+        True
+    )
     drain_window_s: Annotated[float, Meta(description="how long streams may go on after SIGTERM")] = 30.0
     pulse_timeout_s: Annotated[float, Meta(description="age of the step clock at which health fails")] = 2.0
     query_timeout_s: Annotated[float, Meta(description="longest wait for a table from the engine")] = 5.0

@@ -147,12 +147,15 @@ class GenerationService:
     async def _stream(self, request: OpenRequest, context: Any, seed: int) -> None:
         info = self._supervisor.info
         model = info.model if info is not None else ""
+        write, clock = context.write, self._loop.time
         while not request.all_sent:
             await request.wait()
             for response in request.take(model, seed):
-                await self._write(request, context, response)
+                request.write_began_s = clock()
+                await write(response)
+            request.write_began_s = None
 
-    async def _write(self, request: OpenRequest, context: Any, response: pb.GenerateResponse | bytes) -> None:
+    async def _write(self, request: OpenRequest, context: Any, response: pb.GenerateResponse) -> None:
         request.write_began_s = self._loop.time()
         await context.write(response)
         request.write_began_s = None

@@ -5,14 +5,17 @@ which is what gives the native operation array back. Where the awaiting task is 
 future raises and the event is never taken: about fifty bytes are lost for every cancelled stream, for ever.
 
 The mend separates the two. The original coroutine is driven by hand, by the core's own completion, so the event is
-always taken; whoever awaits the batch awaits another future, which may be cancelled freely.
+always taken; whoever awaits the batch awaits another future, which may be cancelled freely. Every message of a stream
+is such a batch, so as little as can be of this runs in the interpreter.
 
 It rests on internals, so it is applied to PINNED_VERSION alone. Any other version runs as it is, and the log says so.
 """
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+import operator
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from typing import Any
 
@@ -23,47 +26,38 @@ PINNED_VERSION = "1.85.1"
 _log = logging.getLogger(__name__)
 
 
-class _Batch(asyncio.Future[None]):
-    """One batch in flight, in three parts: the original's `loop`, its future, and the future that callers await.
+class _Batch:
+    """One batch in flight: what the original has for its loop, and for the future that it awaits.
 
-    The original calls `create_future` once and awaits what it gets once, before anyone else can: that first await
-    only suspends it. Every later await is the ordinary one of a future. The core then calls `set_result` or
-    `set_exception`, which resumes the original so that it takes the event, and only then wakes the caller.
+    The original calls `create_future` once and awaits what it gets once, which only suspends it. The core's queue asks
+    whether that is `cancelled`, and reports through `set_result` or `set_exception`, which resume the original so that
+    it takes the event, and only then wake the caller.
     """
 
-    original: Coroutine[Any, Any, None] | None = None
-    _suspends_original = True
+    __slots__ = ("caller", "original")
+
+    cancelled = bool  # called without arguments: never, since the event is still to be taken
+    # How the queue, which serves the real loop, reports to a batch whose `loop` is another object: in its own loop's
+    # thread. A process that is mended has no other loop.
+    call_soon_threadsafe = operator.call
+    __await__ = functools.partial(iter, (None,))
+
+    def __init__(self, caller: "asyncio.Future[None]") -> None:
+        self.caller = caller
+        self.original: Coroutine[Any, Any, None] | None = None
 
     def create_future(self) -> "_Batch":
         return self
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
-        """How the core's queue, which serves the real loop, reports to a batch whose `loop` is another object."""
-        loop = self.get_loop()
-        if asyncio.get_running_loop() is loop:
-            callback(*args)
-        else:
-            loop.call_soon_threadsafe(callback, *args)
-
-    def __await__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._suspends_original:
-            self._suspends_original = False
-            return iter((None,))
-        return super().__await__()
-
-    def cancelled(self) -> bool:
-        """Asked by the core before it reports completion: it always must, since the event is still to be taken."""
-        return False
-
     def set_result(self, result: None) -> None:
         self._take_event()
-        if not self.done():
-            super().set_result(None)
+        if not self.caller.done():
+            self.caller.set_result(None)
 
     def set_exception(self, exception: type | BaseException) -> None:
         self._take_event()
-        if not self.done():
-            super().set_exception(exception)
+        if not self.caller.done():
+            self.caller.set_exception(exception)
 
     def _take_event(self) -> None:
         original, self.original = self.original, None
@@ -79,10 +73,10 @@ def mended(execute_batch: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     """A replacement of `execute_batch` that takes every batch's event, awaited or not."""
 
     def execute(call: Any, operations: Any, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[None]":
-        batch = _Batch(loop=loop)
-        batch.original = execute_batch(call, operations, batch)
-        batch.original.send(None)  # starts the batch; raises where the core refuses it
-        return batch
+        batch = _Batch(loop.create_future())
+        batch.original = original = execute_batch(call, operations, batch)
+        original.send(None)  # starts the batch; raises where the core refuses it
+        return batch.caller
 
     return execute
 

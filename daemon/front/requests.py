@@ -22,11 +22,10 @@ from daemon.front.limits import QueuedTokens
 from daemon.front.metrics import RequestMeters
 from daemon.front.text import TextStream, TokenTable
 from daemon.front.trace_context import TraceContext
+from daemon.front.wire_ids import wire_id
 
 MAX_BUFFERED_BYTES = 1 << 20  # of one request, over its choices: far more than a client that reads lets pile up
 ID_BYTES = 8  # what a token id counts for
-_SERIAL_MARK = "~"  # not allowed in a client's request id
-_WARM_MARK = "w"  # after it, where a wire id names a prompt of a warming job
 _ENDS = {
     pb.FINISH_REASON_STOP: End.STOP, pb.FINISH_REASON_LENGTH: End.LENGTH, pb.FINISH_REASON_ABORTED: End.ABORTED
 }  # fmt: skip
@@ -54,7 +53,7 @@ class OpenRequest:
         self.request_id = request_id
         self.owner = owner  # the namespace of its caller, which alone knows it by its id
         # What the engine knows it by. A client may use an id again at once, and must not see the earlier one's tokens.
-        self.wire_id = f"{request_id}{_SERIAL_MARK}{serial}"
+        self.wire_id = wire_id(request_id, serial)
         self.arrived_s = arrived_s  # these four by time.monotonic: the loop's own clock has whole milliseconds
         self.submitted_s = arrived_s
         self.first_token_s: float | None = None
@@ -69,6 +68,8 @@ class OpenRequest:
         self.principal = owner  # as the log names its caller
         self.trace: TraceContext | None = None
         self._meters = meters
+        self.coalesces = True  # tokens that wait for the client go in one message
+        self._whole: list[bytes] = []  # chunks that wait, where they do not
         self._loop = asyncio.get_running_loop()
         self._table = TokenTable(())
         self._min_tokens = 0
@@ -117,25 +118,27 @@ class OpenRequest:
         choice = self._choices[token.index]
         if choice.finished is not None or self.error is not None:
             return None
-        if self.first_token_s is None:
+        if choice.last_token_s is not None:
+            self._meters.token_gap_s.observe(now_s - choice.last_token_s)
+        elif self.first_token_s is None:
             self.first_token_s = now_s
             self._meters.first_token_s.observe(now_s - self.arrived_s)
-        elif choice.last_token_s is not None:
-            self._meters.token_gap_s.observe(now_s - choice.last_token_s)
         self.last_token_s = choice.last_token_s = now_s
         choice.num_tokens += 1
+        if choice.new_ids and not self.coalesces:
+            self._whole.append(self._chunk(choice))
         choice.new_ids.append(token.token_id)
-        self._buffered_bytes += ID_BYTES
+        size = ID_BYTES
         if token.chosen is not None:
             position = self._position(token, token.chosen).SerializeToString()
             choice.new_logprobs.append(position)
-            self._buffered_bytes += len(position)
+            size += len(position)
         if not hide_text:
-            piece = self._table[token.token_id]
-            text = choice.text.add(piece, may_stop=choice.num_tokens >= self._min_tokens)
+            text = choice.text.add(self._table[token.token_id], may_stop=choice.num_tokens >= self._min_tokens)
             if text:
                 choice.new_text.append(text)
-                self._buffered_bytes += len(text)
+                size += len(text)
+        self._buffered_bytes += size
         self._wake()
         if self._buffered_bytes > MAX_BUFFERED_BYTES:
             self.fail(RequestError(ErrorReason.READER_STALLED, "the client reads too slowly"))
@@ -203,6 +206,9 @@ class OpenRequest:
                 prompt_tokens=self.usage.prompt_tokens, cached_tokens=cached_tokens(self.usage), seed=seed, model=model
             )
             responses.append(pb.GenerateResponse(request_id=self.request_id, started=started))
+        if self._whole:
+            responses += self._whole
+            self._whole.clear()
         for choice in self._choices:
             if choice.new_ids or choice.new_text:
                 responses.append(self._chunk(choice))
@@ -238,9 +244,10 @@ class OpenRequest:
 
     def _chunk(self, choice: Choice) -> bytes:
         """The bytes of a GenerateResponse."""
-        text = "".join(choice.new_text)
+        texts = choice.new_text
+        text = texts[0] if len(texts) == 1 else "".join(texts)
         body = chunk_wire.chunk_field(choice.index, text, choice.new_ids, choice.new_logprobs)
-        choice.new_text.clear()
+        texts.clear()
         choice.new_ids.clear()
         choice.new_logprobs.clear()
         return self._chunk_prefix + body
@@ -286,6 +293,7 @@ class OpenRequest:
             choice.new_ids.clear()
             choice.new_text.clear()
             choice.new_logprobs.clear()
+        self._whole.clear()
         self._buffered_bytes = 0
 
 
@@ -294,45 +302,20 @@ def cached_tokens(usage: messages.Usage) -> pb.CachedTokens:
     return pb.CachedTokens(device=usage.cached_device, host=usage.cached_host, disk=usage.cached_disk)
 
 
-def warm_wire_id(key: str, serial: int, index: int) -> str:
-    """What the engine knows a prompt of a warming job by."""
-    return f"{key}{_SERIAL_MARK}{_WARM_MARK}{serial}.{index}"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientName:
-    """What a client knows a wire id by: its request id or its warming job's key, and there the prompt's index."""
-
-    name: str
-    warm_index: int | None
-
-
-def client_name(wire_id: str) -> ClientName:
-    """The client's name of what the engine calls `wire_id`."""
-    name, mark, serial = wire_id.rpartition(_SERIAL_MARK)
-    if not mark:
-        return ClientName(wire_id, None)
-    index = serial.partition(".")[2] if serial.startswith(_WARM_MARK) else ""
-    return ClientName(name, int(index) if index else None)
-
-
-def client_owner(owner: str) -> str:
-    """The client's name of a sequence that owns something, from the engine's: `request id/index`."""
-    wire_id, slash, index = owner.partition("/")
-    client = client_name(wire_id)
-    return f"{client.name}/{client.warm_index}" if client.warm_index is not None else f"{client.name}{slash}{index}"
-
-
 class RequestTable:
     """The open requests by owner and id, so that no caller meets another's. At most `max_open`; none while draining."""
 
-    def __init__(self, max_open: int, observers: Sequence[Callable[[Ended], None]] = ()) -> None:
+    def __init__(
+        self, max_open: int, observers: Sequence[Callable[[Ended], None]] = (), *, coalesces: bool = True
+    ) -> None:
         assert max_open > 0
         self._max_open = max_open
+        self._coalesces = coalesces
         self.meters = RequestMeters()
         self._observers = (self.meters.request_ended, *observers)  # told of each that has left
         self._by_id: dict[tuple[str, str], OpenRequest] = {}
         self._by_wire_id: dict[str, OpenRequest] = {}
+        self.find_wire: Callable[[str], OpenRequest | None] = self._by_wire_id.get  # once a token: found at once
         self._serial = 0
         self._idle_waiters: deque[asyncio.Future[None]] = deque()
         self.draining = False
@@ -366,6 +349,7 @@ class RequestTable:
             self._serial += 1
             name = f"r-{self._serial}"
         request = OpenRequest(name, owner, self._serial, arrived_s, self.meters)
+        request.coalesces = self._coalesces
         self._by_id[owner, name] = request
         self._by_wire_id[request.wire_id] = request
         return request
@@ -390,9 +374,6 @@ class RequestTable:
     def find_all(self, request_id: str) -> list[OpenRequest]:
         """Those of this id, whoever owns them: for operators."""
         return [request for request in self._by_id.values() if request.request_id == request_id]
-
-    def find_wire(self, wire_id: str) -> OpenRequest | None:
-        return self._by_wire_id.get(wire_id)
 
     def fail_submitted(self, error: RequestError) -> int:
         """Fails every request that the engine has. Returns: how many."""

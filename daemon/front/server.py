@@ -76,7 +76,7 @@ class _Front:
         observers: list[Callable[[Ended], None]] = [RequestLog(config.request_log)]
         if config.trace_endpoint is not None:
             observers.append(tracing.load(config.trace_endpoint, config.trace_fraction))
-        self._table = RequestTable(config.max_open_requests, observers)
+        self._table = RequestTable(config.max_open_requests, observers, coalesces=config.coalesce)
         self._jobs = WarmJobs()
         self._work = OpenWork(self._table, self._jobs)
         self._engine_service = gateway.load() if config.gateway else None

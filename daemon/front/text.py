@@ -5,6 +5,7 @@ text is the same; it never shows any part of the stop string that ended it.
 """
 
 import codecs
+import re
 from collections.abc import Sequence
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -28,7 +29,7 @@ class StopMatcher:
     """Finds the stop string that is completed first, the longest of those that are completed together.
 
     For each stop string it keeps how much of it the text ends with (Knuth, Morris and Pratt), so a character costs a
-    step for each string however the text is cut.
+    step for each string however the text is cut; while nothing of any is matched, it skips to where one may begin.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -36,11 +37,17 @@ class StopMatcher:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text now ends with
+        self._begin = re.compile("|".join(re.escape(stop[0]) for stop in self._stops))
 
     @property
     def held_len(self) -> int:
         """Characters at the text's end that may still turn out to belong to a stop string."""
         return max(self._matched, default=0)
+
+    def begin_in(self, text: str) -> int:
+        """Where a stop string may begin in a text that nothing of one comes before; its length where none does."""
+        found = self._begin.search(text)
+        return found.start() if found is not None else len(text)
 
     def feed(self, char: str) -> str | None:
         """Takes the text's next character. Returns: the stop string it completes."""
@@ -76,13 +83,19 @@ class TextStream:
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = _utf8_decoder("replace")
+        self._is_whole = True  # the decoder holds no bytes of a sequence that goes on
         self._matcher = StopMatcher(stops) if stops else None
         self._held = ""
         self.stop: str | None = None
 
     def add(self, token: bytes, *, may_stop: bool = True) -> str:
         """Takes the next token's bytes. `may_stop` False shows them without looking for a stop string."""
-        return self._reveal(self._decoder.decode(token), may_stop)
+        if self._is_whole and token.isascii():
+            text = token.decode("ascii")
+        else:
+            text = self._decoder.decode(token)
+            self._is_whole = not self._decoder.getstate()[0]
+        return self._reveal(text, may_stop) if self._matcher is not None else text
 
     def finish(self) -> str:
         """The rest, once no token follows: what was held back, and a replacement character for a cut sequence."""
@@ -100,9 +113,14 @@ class TextStream:
             return ""
         if not may_stop:
             return text
-        known_len = len(self._held)
-        text = self._held + text
-        for end in range(known_len, len(text)):
+        if self._held:
+            unseen = len(self._held)
+            text = self._held + text
+        else:
+            unseen = matcher.begin_in(text)
+            if unseen == len(text):
+                return text
+        for end in range(unseen, len(text)):
             self.stop = matcher.feed(text[end])
             if self.stop is not None:
                 self._held = ""

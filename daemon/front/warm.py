@@ -15,7 +15,7 @@ from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.limits import QueuedTokens
-from daemon.front.requests import warm_wire_id
+from daemon.front.wire_ids import warm_wire_id
 
 MAX_JOBS = 64  # running at a time
 MAX_RECEIPTS = 1024

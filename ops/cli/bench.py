@@ -1,6 +1,7 @@
 """downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found.
 
 `downcore bench load` puts a running daemon under load.
+`downcore bench front` measures the front alone, with a null engine, beside a bare gRPC server.
 `downcore bench replay` needs no daemon: it shows recorded requests to the policies of the prefix cache.
 """
 
@@ -29,6 +30,7 @@ from ops.bench.replay_trace import TraceError, read_traces, trace_files
 from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
 from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
+from ops.cli.bench_front import front
 from ops.cli.bench_load import load
 from ops.cli.client import connect
 from ops.cli.errors import CliError, ExitCode
@@ -45,6 +47,7 @@ DEFAULT_BUDGETS = [0.05, 0.1, 0.2]
 
 app = make_app()
 app.command("load", context_settings=HELP_NAMES)(load)
+app.command("front", context_settings=HELP_NAMES)(front)
 
 
 def run(arguments: list[str]) -> int:

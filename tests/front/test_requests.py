@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import chunk_wire, requests
-from daemon.front.requests import OpenRequest, RequestTable, client_name
+from daemon.front.requests import OpenRequest, RequestTable
 from daemon.front.text import TokenTable
+from daemon.front.wire_ids import client_name
 
 USAGE = messages.Usage(3, 1, 0, 0, 0.1, 0.2, 0.3)
 TOKENS = TokenTable([bytes((i,)) for i in range(128)])
@@ -53,6 +54,14 @@ def test_a_chunk_written_by_hand_is_what_protobuf_reads(
     assert pb.GenerateResponse.FromString(data) == expected
 
 
+@pytest.mark.parametrize("text", ["", "a", "é" * 50, "a" * 101, "a" * 127, "a" * 200])
+@pytest.mark.parametrize("token_id", [0, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 2**31 - 1])
+def test_a_chunk_of_one_token_is_written_to_the_byte_as_protobuf_does(text: str, token_id: int) -> None:
+    data = chunk_wire.request_id_field("r-1") + chunk_wire.chunk_field(0, text, [token_id], [])
+    chunk = pb.GenerateChunk(text=text, token_ids=[token_id])
+    assert data == pb.GenerateResponse(request_id="r-1", chunk=chunk).SerializeToString()
+
+
 def test_tokens_that_pile_up_are_sent_as_one_chunk() -> None:
     async def body() -> None:
         table = RequestTable(4)
@@ -65,6 +74,28 @@ def test_tokens_that_pile_up_are_sent_as_one_chunk() -> None:
         assert (chunk.chunk.text, list(chunk.chunk.token_ids)) == ("abc", list(b"abc"))
         assert request.take("m", 5) == []
         table.check()
+
+    in_loop(body)
+
+
+def test_without_coalescing_each_token_that_waits_has_a_chunk_of_its_own() -> None:
+    async def body() -> None:
+        table = RequestTable(4, coalesces=False)
+        request = opened(table, n=2)
+        request.start(USAGE)
+        for token_id in b"ab":
+            for index in range(2):
+                request.add(messages.Token(request.wire_id, index, token_id + index), False, 1.0)
+        request.finish(messages.Finished(request.wire_id, 1, messages.StopReason.LENGTH, 2))
+        started, *chunks, finished = parsed(request.take("m", 5))
+        assert started.HasField("started")
+        said = [(c.chunk.index, c.chunk.text, list(c.chunk.token_ids)) for c in chunks]
+        for index, expected in enumerate((["a", "b"], ["b", "c"])):
+            own = [(text, ids) for i, text, ids in said if i == index]
+            assert own == [(char, [ord(char)]) for char in expected]
+        assert (finished.finished.index, finished.finished.completion_tokens) == (1, 2)
+        assert request.take("m", 5) == []
+        assert request.buffered_bytes == 0
 
     in_loop(body)
 

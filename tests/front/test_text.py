@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.front.text import TextStream, TokenTable
+from daemon.front.text import StopMatcher, TextStream, TokenTable
 from daemon.front.token_bytes import AddedToken, UnsupportedTokenizer, token_bytes
 
 texts = st.text(alphabet="abcé€😀\n ", max_size=40)
@@ -119,3 +119,26 @@ def test_metaspace_vocabularies_have_spaces_and_byte_tokens() -> None:
 def test_an_unknown_kind_of_vocabulary_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedTokenizer, match="WordPiece"):
         token_bytes({"a": 0}, {}, {"type": "WordPiece"})
+
+
+@given(
+    st.lists(st.text(alphabet="ab\n<é", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.text(alphabet="ab\n<éx", max_size=5), max_size=12),
+)
+def test_skipping_to_where_a_stop_may_begin_skips_nothing_else(stops: list[str], pieces: list[str]) -> None:
+    """The same as with a matcher that is fed every character, token by token."""
+    stream, plain = TextStream(stops), StopMatcher(stops)
+    shown = fed = ""
+    for piece in pieces:
+        shown += stream.add(piece.encode())
+        stop = None
+        for char in piece:
+            stop = plain.feed(char)
+            fed += char
+            if stop is not None:
+                break
+        assert stream.stop == stop
+        if stop is not None:
+            assert shown == fed[: -len(stop)]
+            return
+        assert shown == fed[: len(fed) - plain.held_len]

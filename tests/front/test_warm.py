@@ -11,8 +11,8 @@ from daemon import messages
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import warm
 from daemon.front.questions import MAX_LONG, MAX_QUESTIONS, Questions
-from daemon.front.requests import client_name, client_owner
 from daemon.front.warm import MAX_JOBS, MAX_RECEIPTS, Receipt, WarmJobs
+from daemon.front.wire_ids import client_name, client_owner
 
 ERROR = RequestError(ErrorReason.ENGINE_UNAVAILABLE, "gone")
 RECEIPT = Receipt((1024,), (), 1.0)
