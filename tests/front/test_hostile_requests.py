@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from downcore.v1 import admin_pb2
 from downcore.v1 import generation_pb2 as pb
 
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import status
+from daemon.front import guard, status
 from daemon.front import tokenizer_messages as tm
 from daemon.front.access import GENERATION
 from daemon.front.caller import local_principal
@@ -135,6 +136,36 @@ def test_a_method_that_there_is_not_is_answered_from_the_catalogue(front: Front)
             front.channel.unary_unary(path)(b"", timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
         assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+
+
+def test_a_call_without_a_request_is_answered(front: Front) -> None:
+    for method in ("Generate", "Tokenize", "Abort"):
+        call = front.channel.stream_stream(f"/{GENERATION}/{method}")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(iter(()), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert details_of(caught.value)["ErrorInfo"].reason == "INVALID_ARGUMENT"
+
+
+def test_a_request_that_never_comes_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_READ_S", 0.1)
+
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def abort(code: grpc.StatusCode, *_: Any, **__: Any) -> None:
+        codes.append(code)
+
+    codes: list[grpc.StatusCode] = []
+    door = Door(None, local_principal("n"), sees_certificates=False)
+    uses = Uses()
+    made = Guard(methods_of(GENERATION, Refusing()), door, uses, Counter(), Counter())
+    handler = made.service(SimpleNamespace(method=f"/{GENERATION}/Abort", invocation_metadata=()))
+    context = SimpleNamespace(read=never, write=None, abort=abort, invocation_metadata=lambda: ())
+    asyncio.run(handler.stream_unary(None, context))
+    assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
+    assert [use.num_requests for use in uses.by_name.values()] == [0]
 
 
 @pytest.mark.parametrize(
