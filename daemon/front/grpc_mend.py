@@ -12,6 +12,7 @@ It rests on internals, so it is applied to PINNED_VERSION alone. Any other versi
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -87,6 +88,15 @@ def mended(execute_batch: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
         return batch
 
     return execute
+
+
+def quiet_core() -> None:
+    """Keeps the core from writing to stderr, unless GRPC_VERBOSITY says otherwise: a peer's own words would be in it,
+    line breaks included. It reads its settings when it is imported, so it is told to read them again."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    reset = getattr(cygrpc, "reset_grpc_config_vars", None)
+    if reset is not None:
+        reset()
 
 
 def apply() -> bool:

@@ -44,8 +44,13 @@ def test_a_path_that_is_no_utf8_gets_an_answer_and_the_next_call_works(front: Fr
     assert text_of(front.generate("ok", stopping=TWO)) == "ok"
 
 
-def test_no_header_that_is_no_utf8_is_logged(tmp_path: Path) -> None:
+def test_nothing_that_a_peer_says_is_logged(tmp_path: Path) -> None:
     with running_front(tmp_path) as front:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(str(front.socket))
+            goaway = http2.frame(http2.GOAWAY, 0, 0, b"\0\0\0\0\0\0\0\1\nSECRET\n\xff")
+            peer.sendall(http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0) + goaway)
+            assert peer.recv(1)
         assert b"grpc-status" in answer(front, (b"authorization", b"Bearer SECRET\xff"), (b"x-thing", b"SECRET\xfe"))
         assert b"grpc-status" in answer(front, (b"grpc-timeout", b"SECRET"))
         assert text_of(front.generate("ok", stopping=TWO)) == "ok"
