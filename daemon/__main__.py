@@ -47,6 +47,7 @@ def run(config: FrontConfig) -> int:
     logs.configure("front", level=config.log_level, log_format=config.log_format, tells_errors=False)
     if not memory.bound_allocator():
         logging.getLogger("downcore.front").warning("this C library has no mallopt: resident memory may creep")
+    grpc_mend.quiet_core()
     grpc_mend.apply()
     try:
         return uvloop.run(serve(config))

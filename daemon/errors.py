@@ -30,7 +30,7 @@ class ErrorReason(StrEnum):
     ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"  # loading, dead or being restarted
     READER_STALLED = "READER_STALLED"  # the client took no message for too long
     TOKENIZER_TIMEOUT = "TOKENIZER_TIMEOUT"  # the prompt, or the model's template, took too long; try a smaller one
-    UNIMPLEMENTED = "UNIMPLEMENTED"  # a method of a foreign service that has no counterpart here
+    UNIMPLEMENTED = "UNIMPLEMENTED"  # no such method, or one of a foreign service that has no counterpart here
     INTERNAL = "INTERNAL"
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 FIELDS = "fields"  # attribute of a record, set by `extra`: what a line says besides its message
 FORMATS = ("auto", "text", "json")
+_GRPC_LOGGER, _GRPC_HEADER = "grpc._cython.cygrpc", "Invalid encoding on"
 log = logging.getLogger("downcore.front")
 
 
@@ -34,6 +35,8 @@ def configure(process: str, *, level: str, log_format: str, tells_errors: bool =
     make = JsonFormatter if is_json else TextFormatter
     handler.setFormatter(make(process, tells_errors=tells_errors))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # It would log headers that are no UTF-8, whole and for every call; a token may be among them.
+    logging.getLogger(_GRPC_LOGGER).addFilter(lambda record: not str(record.msg).startswith(_GRPC_HEADER))
 
 
 class JsonFormatter(logging.Formatter):

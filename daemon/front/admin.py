@@ -91,7 +91,8 @@ class AdminService:
         self._num_watchers += 1
         try:
             while True:
-                await context.write(pb.WatchTiersResponse(tiers=await self._tiers(), time_s=time.time()))
+                response = pb.WatchTiersResponse(tiers=await self._tiers(), time_s=time.time())
+                await write(context, response, self._config.stall_timeout_s)
                 await asyncio.sleep(request.interval_s or DEFAULT_WATCH_S)
         finally:
             self._num_watchers -= 1

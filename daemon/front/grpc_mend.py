@@ -1,4 +1,4 @@
-"""Mends a leak in the asyncio server of one exact grpcio version.
+"""Mends a leak in the asyncio server of one exact grpcio version, and how it accepts calls (grpc_accept.py).
 
 There, `execute_batch` hands a batch of operations to the C core, awaits a future, and then takes the batch's event,
 which is what gives the native operation array back. Where the awaiting task is cancelled, or the batch fails, the
@@ -15,11 +15,14 @@ import asyncio
 import functools
 import logging
 import operator
-from collections.abc import Callable, Coroutine
+import os
+from collections.abc import Callable, Coroutine, Iterator
 from importlib.metadata import version
 from typing import Any
 
 from grpc._cython import cygrpc  # pyright: ignore[reportMissingTypeStubs]
+
+from daemon.front.grpc_accept import AcceptingServer
 
 PINNED_VERSION = "1.85.1"
 
@@ -81,16 +84,27 @@ def mended(execute_batch: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return execute
 
 
+def quiet_core() -> None:
+    """Keeps the core from writing to stderr, unless GRPC_VERBOSITY says otherwise: a peer's own words would be in it,
+    line breaks included. It reads its settings when it is imported, so it is told to read them again."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    reset = getattr(cygrpc, "reset_grpc_config_vars", None)
+    if reset is not None:
+        reset()
+
+
 def apply() -> bool:
-    """Replaces `execute_batch` of the pinned version. Called once, before a server or channel is made.
+    """Replaces `execute_batch` and the server of the pinned version. Called once, before a server or channel is made.
 
     Returns: whether this process is mended.
     """
     found = version("grpcio")
     original = getattr(cygrpc, "execute_batch", None)
     if found != PINNED_VERSION or original is None:
-        _log.warning("grpcio %s is not %s: cancelled streams may leak memory", found, PINNED_VERSION)
+        message = "grpcio %s is not %s: cancelled streams may leak memory, and a path that is no UTF-8 end the service"
+        _log.warning(message, found, PINNED_VERSION)
         return False
     if getattr(original, "__module__", "") != __name__:
         setattr(cygrpc, "execute_batch", mended(original))  # noqa: B010 - not an attribute that type checkers know
+        setattr(cygrpc, "AioServer", AcceptingServer)  # noqa: B010
     return True

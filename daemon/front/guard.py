@@ -2,7 +2,8 @@
 
 gRPC knows one handler for each listener, this one, so there is no way around it. Who may call what is the table of
 access.py. What must hold: of a call that is refused nothing is parsed, and where its headers are enough to refuse it
-nothing is read; whatever goes wrong, a client sees an error of the catalogue and no other.
+nothing is read; whatever goes wrong, a client sees an error of the catalogue and no other; a call that is over has
+given its request's memory back.
 """
 
 import asyncio
@@ -29,6 +30,8 @@ log = logging.getLogger("downcore.front")
 
 NOBODY = Principal(name="nobody", scopes=())  # calls what is open to anybody
 SHED = {ErrorReason.LIMIT_EXCEEDED, ErrorReason.QUEUE_FULL, ErrorReason.NO_CAPACITY}  # for want of room
+MAX_READ_S = 60.0  # for a request, 16 MiB at most, to come whole
+UNKNOWN = "unknown"  # how meters name every method that there is not: paths are the client's to make up
 COUNTED = {ErrorReason.UNAUTHENTICATED, ErrorReason.PERMISSION_DENIED, *SHED}
 
 
@@ -55,12 +58,15 @@ class Guard(grpc.GenericRpcHandler):
         self._failed = failed
         self._access = {path: access_of(path) for path in methods}
         self._handlers = {path: self._handler(path, served) for path, served in methods.items()}
+        self._no_handler = self._refusal(UNKNOWN, RequestError(ErrorReason.UNIMPLEMENTED, "there is no such method"))
 
     def service(self, handler_call_details: Any) -> Any:
         """gRPC asks for the handler of each call, before it reads the request."""
         path = handler_call_details.method
         handler = self._handlers.get(path)
-        if handler is None or self._access[path] is Access.OPEN:
+        if handler is None:
+            return self._no_handler
+        if self._access[path] is Access.OPEN:
             return handler
         try:
             self._door.check_early(handler_call_details.invocation_metadata)
@@ -69,11 +75,9 @@ class Guard(grpc.GenericRpcHandler):
         return handler
 
     def _handler(self, path: str, served: Served) -> Any:
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[served.has_request_stream, served.has_response_stream]
+        # All as if requests came in streams: a call of one request that comes without it would never get an answer.
+        is_stream = served.has_response_stream
+        make: Any = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
         return make(self._guarded(path, served), response_serializer=_serialize)
 
     def _refusal(self, path: str, error: RequestError) -> Any:
@@ -90,9 +94,10 @@ class Guard(grpc.GenericRpcHandler):
     def _guarded(self, path: str, served: Served) -> Callable[[Any, Any], Awaitable[Message | None]]:
         access = self._access[path]
 
-        async def call(data: Any, context: Any) -> Message | None:
+        async def call(requests: Any, context: Any) -> Message | None:
             opened: OpenCall | None = None
             use: Use | None = None
+            request: Any = None
             try:
                 identity = self._admit(context, access)
                 principal = identity.principal if isinstance(identity, Identity) else identity
@@ -103,7 +108,7 @@ class Guard(grpc.GenericRpcHandler):
                     self._uses.calls.add(opened)
                 if access is not None and access.is_counted:
                     use = self._uses.begin(principal)
-                request = data if served.has_request_stream else served.parse(data)
+                request = requests if served.has_request_stream else served.parse(await _read(context))
                 if isinstance(request, Malformed):
                     raise request.error()
                 return await served.method(request, Call(context, principal, use or Use()))
@@ -126,6 +131,8 @@ class Guard(grpc.GenericRpcHandler):
             if failure.reason in COUNTED:
                 self._refused[failure.reason] += 1
             self._failed[path, failure.reason] += 1
+            _forget_frames(failure)
+            request = None  # this frame lives on in what gRPC makes abort raise
             return await status.abort(context, failure)
 
         return call
@@ -141,6 +148,26 @@ class Guard(grpc.GenericRpcHandler):
         if access.scope is not None and access.scope not in principal.scopes:
             raise RequestError(ErrorReason.PERMISSION_DENIED, f"this needs the scope {access.scope}")
         return identity
+
+
+async def _read(context: Any) -> bytes:
+    """The request of a call that has one. Raises RequestError where it does not come."""
+    try:
+        async with asyncio.timeout(MAX_READ_S):
+            data = await context.read()
+    except TimeoutError:
+        raise RequestError(ErrorReason.DEADLINE_EXCEEDED, "the request did not come in time") from None
+    if data is grpc.aio.EOF:
+        raise RequestError(ErrorReason.INVALID_ARGUMENT, "the call has no request")
+    return data
+
+
+def _forget_frames(error: RequestError) -> None:
+    """An error and the frames it went through hold each other, and the frames the request: 16 MiB or what became of it.
+
+    Only the collector would find that, some thousands of calls later.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _serialize(message: Message | bytes) -> bytes:

@@ -112,6 +112,10 @@ class Listeners:
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=num_calls)
         guard = Guard(methods, self._door(address), self.uses, self.refused, self.failed)
         server.add_generic_rpc_handlers((guard,))
+        for name in servicers:  # so that the core itself knows their paths; the guard handles them all the same
+            names = (path.rpartition("/")[2] for path in methods if path.startswith(f"/{name}/"))
+            no_handlers: Any = dict.fromkeys(names)
+            server.add_registered_method_handlers(name, no_handlers)
         self._servers.append(server)
         if address.claim is not None or self._tls is None:
             port = server.add_insecure_port(address.target)

@@ -16,7 +16,9 @@ from daemon.errors import ErrorReason, RequestError
 DOMAIN = "downcore"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-MAX_MESSAGE_CHARS = 512  # statuses travel in HTTP/2 trailers, which peers bound
+# Statuses travel in HTTP/2 trailers, of which clients take 8 KiB: there a message is written once with three characters
+# for a byte that is not ASCII, and twice more within the details.
+MAX_MESSAGE_BYTES = 512
 
 CODES = {
     ErrorReason.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,7 +56,7 @@ RETRY_S = {
 
 def status_of(error: RequestError) -> status_pb2.Status:
     """The google.rpc.Status that a client reads."""
-    message = error.message[:MAX_MESSAGE_CHARS]
+    message = error.message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN)]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)

@@ -8,6 +8,7 @@ import argparse
 import array
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -25,6 +26,7 @@ from daemon.front.token_bytes import AddedToken, UnsupportedTokenizer, token_byt
 from daemon.messages import HEADER
 
 MAX_ADDRESS_BYTES = 4 << 30  # of the whole process; a template that needs more fails by itself
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TemplateRefusal(Exception):
@@ -78,9 +80,12 @@ class Worker:
                 rendered.append(piece)
         except (TemplateError, TemplateRefusal) as error:
             return tm.Failed(f"the model's chat template refused these messages: {_one_line(error)}")
-        except (ArithmeticError, LookupError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        except Exception as error:  # it is a program of the folder's, which may raise whatever there is
             return tm.Failed(f"the model's chat template failed on these messages ({type(error).__name__})")
-        return self._encode("".join(rendered), add_special_tokens=False)
+        text = "".join(rendered)
+        if not text.isascii() and _SURROGATE.search(text):
+            return tm.Failed("the model's chat template made a text that has no UTF-8 of these messages")
+        return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tm.Reply:
         ids = array.array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -4,8 +4,9 @@ grpc would answer INTERNAL to what does not parse. Here such a request becomes a
 wrapper turns into INVALID_ARGUMENT, naming the string field that is not UTF-8 where that is the fault.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -15,6 +16,7 @@ from daemon.errors import ErrorReason, RequestError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_DEPTH = 16
+_MAX_FIELDS = 10_000  # looked at for the one that is wrong: a request has room for millions, and the loop waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,22 @@ def parser(message_type: type[Message]) -> Callable[[bytes], Message | Malformed
             return message_type.FromString(data)
         except DecodeError:
             descriptor: Any = message_type.DESCRIPTOR
-            return Malformed(_bad_string(memoryview(data), descriptor, 0))
+            return Malformed(_bad_string(memoryview(data), descriptor, repeat(None, _MAX_FIELDS), 0))
 
     return parse
 
 
-def _bad_string(data: memoryview, descriptor: Descriptor, depth: int) -> str:
-    """The dotted name of the first string field that is not UTF-8; empty where there is none."""
+def _bad_string(data: memoryview, descriptor: Descriptor, looks: Iterator[None], depth: int) -> str:
+    """The dotted name of the first string field that is not UTF-8; empty where none is found.
+
+    Args:
+        looks: one for each field that may still be looked at, whatever message holds it.
+    """
     fields = descriptor.fields_by_number
     at = 0
-    while at < len(data):
+    for _ in looks:
+        if at >= len(data):
+            return ""
         try:
             tag, at = _varint(data, at)
             kind = tag & 7
@@ -63,7 +71,7 @@ def _bad_string(data: memoryview, descriptor: Descriptor, depth: int) -> str:
         if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(body):
             return field.name
         if field.message_type is not None and depth < _MAX_DEPTH:
-            inner = _bad_string(body, field.message_type, depth + 1)
+            inner = _bad_string(body, field.message_type, looks, depth + 1)
             if inner:
                 return f"{field.name}.{inner}"
     return ""

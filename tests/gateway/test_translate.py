@@ -1,5 +1,6 @@
 """Every field of a gateway's request is translated, refused by its name, or about text, which the gateway makes."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +218,26 @@ def test_the_models_own_end_and_limits_match_no_stop(end: pb.GenerateFinished, r
     (only,) = translated(end, is_stream=False)
     assert only.complete.finish_reason == reason
     assert only.complete.WhichOneof("matched_stop") is None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_millions_of_unknown_fields_are_refused_at_once(depth: int) -> None:
+    unknown = b"\x98\x7d\x01" * 3_000_000
+    request = vllm.GenerateRequest()
+    if depth:
+        request.sampling_params.MergeFromString(unknown)
+    else:
+        request.MergeFromString(unknown)
+    began_s = time.thread_time()
+    with pytest.raises(RequestError) as caught:
+        to_generate(request)
+    assert time.thread_time() - began_s < 1.0  # as a list they take four
+    assert caught.value.reason is ErrorReason.INVALID_ARGUMENT
+
+
+def test_more_biases_than_may_be_are_refused_before_they_are_copied() -> None:
+    given = vllm.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+    with pytest.raises(RequestError) as caught:
+        to_generate(vllm.GenerateRequest(sampling_params=given))
+    assert caught.value.field == "sampling_params.logit_bias"
+    assert "at most 1024" in caught.value.message

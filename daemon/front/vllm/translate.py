@@ -14,7 +14,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm  # pyright: ignore[reportMissingTypeStubs]
 
 from daemon.errors import ErrorReason, RequestError
+from daemon.front.validate import MAX_BIASES
 
+MAX_UNKNOWN_BYTES = 64 << 10  # of a message whose unknown fields are listed: millions fit into the largest
 SEED_MASK = (1 << 63) - 1  # a gateway's seed may be negative; any two differ all the same
 FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
@@ -65,6 +67,9 @@ def to_generate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
         raise _wrong("data_parallel_rank", "this daemon has rank 0 alone")
     if given.HasField("logprobs") and given.logprobs < 0:
         raise _wrong("sampling_params.logprobs", "the whole vocabulary's are not sent")
+    if len(given.logit_bias) > MAX_BIASES:  # before they are copied
+        message = f"has {len(given.logit_bias)} entries, at most {MAX_BIASES} are allowed"
+        raise _wrong("sampling_params.logit_bias", message)
     if any(token_id < 0 for token_id in given.logit_bias):
         raise _wrong("sampling_params.logit_bias", "a token id is negative")
     stopping = pb.StoppingParams(
@@ -136,6 +141,11 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def _refuse(message: Message, prefix: str, refused: dict[str, str]) -> None:
+    size = message.ByteSize()
+    if size > MAX_UNKNOWN_BYTES:
+        message.DiscardUnknownFields()
+        if message.ByteSize() < size:
+            raise _wrong(prefix.rstrip("."), "has fields whose numbers are not known here")
     for unknown in UnknownFieldSet(message):
         raise _wrong(f"{prefix}{unknown.field_number}", "no field of this number is known here")
     for descriptor, _ in message.ListFields():
