@@ -169,9 +169,7 @@ class Residency:
         if below is None:
             resources.release()
             return None
-        for block_id, node in zip(blocks, held, strict=True):
-            is_shared = node is not None and node.block_id == block_id
-            self.device.share_block(resources, block_id, node if is_shared else None)
+        self._hold_source(resources, blocks, held)
         targets = [id_ for part in below for id_ in self.ids(part)]
         lowering = Lowering(resources, first, targets, below)
         self._in_flight.append(lowering)
@@ -217,6 +215,15 @@ class Residency:
         """The state at a node, from the host tier."""
         assert node.host_state is not None
         self.transfer.to_device(node.host_state.chunks, Image(slot, is_state=True), self.transfer.fence())
+
+    def _hold_source(self, resources: Resources, blocks: Sequence[int], nodes: Sequence[Node | None]) -> None:
+        """Of blocks that the tree has on the device, all above them too: it holds no block without the path to it."""
+        shared = [node for block, node in zip(blocks, nodes, strict=True) if node is not None and node.block_id == block]
+        if shared:
+            self.device.hold_path(resources, shared[-1])
+        for block, node in zip(blocks, nodes, strict=True):
+            if node not in shared:
+                self.device.share_block(resources, block, None)
 
     def _host_copies(self, resources: Resources, nodes: Sequence[Node | None]) -> list[Below] | None:
         """A copy of the arena for each block: the tree's where it has one, else one to be filled."""
