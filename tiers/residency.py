@@ -218,7 +218,9 @@ class Residency:
 
     def _hold_source(self, resources: Resources, blocks: Sequence[int], nodes: Sequence[Node | None]) -> None:
         """Of blocks that the tree has on the device, all above them too: it holds no block without the path to it."""
-        shared = [node for block, node in zip(blocks, nodes, strict=True) if node is not None and node.block_id == block]
+        shared = [
+            node for block, node in zip(blocks, nodes, strict=True) if node is not None and node.block_id == block
+        ]
         if shared:
             self.device.hold_path(resources, shared[-1])
         for block, node in zip(blocks, nodes, strict=True):

@@ -1,6 +1,7 @@
 """downcore bench: starts a daemon of its own, measures it beside transformers, writes what it found.
 
 `downcore bench load` puts a running daemon under load.
+`downcore bench longctx` shows what a context costs that is larger than the device.
 `downcore bench replay` needs no daemon: it shows recorded requests to the policies of the prefix cache.
 """
 
@@ -30,6 +31,7 @@ from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
 from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
 from ops.cli.bench_load import load
+from ops.cli.bench_longctx import longctx
 from ops.cli.client import connect
 from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import make_console, print_data
@@ -45,6 +47,7 @@ DEFAULT_BUDGETS = [0.05, 0.1, 0.2]
 
 app = make_app()
 app.command("load", context_settings=HELP_NAMES)(load)
+app.command("longctx", context_settings=HELP_NAMES)(longctx)
 
 
 def run(arguments: list[str]) -> int:
