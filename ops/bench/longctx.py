@@ -33,6 +33,7 @@ from tiers.spill import Spill
 from tiers.spill_reader import SpillReader
 
 CALL_TIMEOUT_S = 86_400.0
+AIMS = 4  # at a length
 LONGEST_ANSWER = 16  # tokens: more than any right one has
 CHECKPOINT_SHARE = 0.25  # of a pool, the most that the engine gives to checkpoints
 RESERVED_SLOTS = 3  # a sequence's, padding's and the shadow
@@ -187,7 +188,7 @@ class LongMeasurement:
             daemon.wait_serving(lambda _: None)
             device = client.unary(f"{ADMIN}/ListTiers", admin_pb2.ListTiersRequest(), admin_pb2.ListTiersResponse, 60.0)
             served: list[tuple[_Prompt, _Served]] = []
-            for prompt in self._prompts(info.vocab_size):
+            for prompt in self._prompts(client, info.vocab_size):
                 self._tell(f"{prompt.kind}, {share:.0%} resident" + (f", the rest: {tier}" if share < 1 else ""))
                 served.append((prompt, _serve(client, prompt.request)))
             engine = client.unary(
@@ -216,20 +217,37 @@ class LongMeasurement:
             answers=tuple(_answered(prompt, one) for prompt, one in served if prompt.expected),
         )
 
-    def _prompts(self, vocab_size: int) -> Iterator[_Prompt]:
+    def _prompts(self, client: Client, vocab_size: int) -> Iterator[_Prompt]:
         settings = self._settings
         for kind in settings.questions:
-            made = _make_question(self._model, kind, settings)
-            messages = [generation_pb2.ChatMessage(**message) for message in made["messages"]]
+            chat, expected = self._question(client, kind)
             request = generation_pb2.GenerateRequest(
-                chat=generation_pb2.Chat(messages=messages),
+                chat=chat,
                 sampling=generation_pb2.SamplingParams(temperature=0.0),
                 stopping=generation_pb2.StoppingParams(max_tokens=LONGEST_ANSWER),
             )
-            yield _Prompt(kind, request, made["expected"])
+            yield _Prompt(kind, request, expected)
         if not settings.questions:
             prompt = Prompts(settings.seed, vocab_size).fresh(settings.context_tokens - settings.answer_tokens)
             yield _Prompt("random tokens", make_request(prompt, settings.answer_tokens), "")
+
+    def _question(self, client: Client, kind: str) -> tuple[generation_pb2.Chat, str]:
+        """As long as the context allows: what the generator aims at is met within a few percent, so it is corrected."""
+        longest = self._settings.context_tokens - LONGEST_ANSWER
+        aim, best = longest, None
+        for _ in range(AIMS):
+            made = _make_question(self._model, kind, self._settings.seed, int(aim))
+            messages = [generation_pb2.ChatMessage(**message) for message in made["messages"]]
+            chat = generation_pb2.Chat(messages=messages)
+            request = generation_pb2.TokenizeRequest(chat=chat)
+            counted = client.unary(f"{GENERATION}/Tokenize", request, generation_pb2.TokenizeResponse, 600.0)
+            num_tokens = len(counted.token_ids)
+            if num_tokens <= longest and (best is None or num_tokens > best[0]):
+                best = (num_tokens, chat, made["expected"])
+            aim *= 0.997 * longest / num_tokens
+        if best is None:
+            raise CliError(ExitCode.FAILED, f"no {kind} question is at most {longest:,} tokens long")
+        return best[1], best[2]
 
 
 def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
@@ -317,12 +335,10 @@ def _with_limit(figures: BudgetFigures, links: Links, resident_token_s: float) -
     return replace(figures, limit_token_s=max(link_s, pipeline_s, resident_token_s))
 
 
-def _make_question(model: Path, kind: str, settings: LongSettings) -> dict[str, Any]:
+def _make_question(model: Path, kind: str, seed: int, aim: int) -> dict[str, Any]:
     """From the generator that ships with the model, in a process of its own: a note or a state in a long text."""
-    # Its texts are within 4% of what they aim at.
-    aim = int(settings.context_tokens / 1.04)
     script = model / "make_needle.py"
-    command = [sys.executable, str(script), str(settings.seed), str(aim), "0.5", *(["status"] * (kind == "status"))]
+    command = [sys.executable, str(script), str(seed), str(aim), "0.5", *(["status"] * (kind == "status"))]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise CliError(ExitCode.FAILED, f"{script} makes no question: {made.stderr.strip()[-200:]}")
