@@ -83,7 +83,7 @@ class Engine:
         self.device = device = cache.device
         self.rate = PrefillRate()
         self.tuning = make_tuner(config, cache)
-        self.scheduler = Scheduler(cache, config)
+        self.scheduler = Scheduler(cache, config, streams=model.caps.streaming and config.stream_blocks)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools))
@@ -232,6 +232,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
+        self.runner.close()
         self.cache.close()
         self.grammars.close()
 

@@ -123,7 +123,7 @@ class Prefill:
 
     def _drop_chunk(self) -> None:
         assert self.chunk is not None
-        self.chunk.forward.close()
+        self.runner.end(self.chunk)
         self.chunk = None
 
     def _adopt_newer(self, sequence: Sequence) -> None:
@@ -165,7 +165,7 @@ class Prefill:
         if not sequence.in_prompt:
             return  # a row, which is committed as any decode row is
         sequence.computed_len = chunk.end
-        if chunk.end - chunk.start == device.grid:
+        if chunk.end - chunk.start == device.grid and chunk.streamed is None:
             self.rate.saw(device.grid, chunk.elapsed_s)
             costs = self.cache.costs
             costs.prefill.observe(costs.cost.flops(chunk.start, chunk.end), chunk.elapsed_s)

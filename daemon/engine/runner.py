@@ -89,6 +89,17 @@ class Runner:
         finally:
             chunk.elapsed_s += time.perf_counter() - began
 
+    def end(self, chunk: Chunk) -> None:
+        """It is whole, or dropped half-way. What lies below the device may be written again from now on."""
+        chunk.forward.close()
+        if chunk.streamed is not None and self.pools.blocks.is_cuda:
+            torch.cuda.current_stream(self.pools.blocks.device).synchronize()
+
+    def close(self) -> None:
+        """Nothing is read ahead any more."""
+        if self.sources is not None and self.sources.spill is not None:
+            self.sources.spill.close()
+
     def swap_shadow(self, slot: int) -> int:
         """The finished chunk's slot, in exchange for the sequence's old one, which becomes the shadow."""
         fresh, self.shadow_slot = self.shadow_slot, slot

@@ -43,9 +43,13 @@ class Admitted:
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
+    """Owns the waiting and the running sequences. Choices of a request not yet forked count as running.
 
-    def __init__(self, cache: TieredCache, config: EngineConfig) -> None:
+    Args:
+        streams: the model can attend to history below the device, and may.
+    """
+
+    def __init__(self, cache: TieredCache, config: EngineConfig, *, streams: bool) -> None:
         self.cache = cache
         self.device = device = cache.device
         self.restore_timeout_s = config.restore_timeout_s
@@ -57,7 +61,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by order of admission
         self.meters = EngineMeters()
         self.streaming: Streaming | None = None
-        if cache.residency is not None and config.stream_blocks:
+        if cache.residency is not None and streams:
             self.streaming = Streaming(cache, cache.residency, config)
         self.turns = Turns()
         self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit

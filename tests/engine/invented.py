@@ -33,7 +33,7 @@ class Invented:
             verify_rows=True,
             graph_capture=False,
             no_host_stage=True,
-            streaming=False,
+            streaming=True,
             reads_history=True,
         )
         self.compute = Compute(matmul_params=2 * VOCAB * DIM, pair_flops=4 * DIM)

@@ -1,6 +1,7 @@
 """Sequences larger than the device among others: cancelled at random, losing blocks, refused, forked."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from daemon.errors import ErrorReason
 from daemon.messages import Abort, Answer, Query, QueryKind
 from tests.campaigns.budget import seeds
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
-from tests.engine.invented import Oracle
+from tests.engine.invented import Invented, Oracle
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import prompt_of
 from tiers.spill import SpillError
@@ -152,6 +153,45 @@ def test_small_ones_run_beside_it_and_it_gives_way(tmp_path: Path) -> None:
     harness.assert_idle_books()
 
 
+@pytest.mark.parametrize("tier", ["host", "spill"])
+def test_a_small_one_draws_a_token_in_every_step_beside_a_giant(tier: str, tmp_path: Path) -> None:
+    """Between two of its tokens lies one slice of the giant's row at most, while the giant gets on."""
+    harness = small(300 if tier == "host" else 0, tmp_path if tier == "spill" else None)
+    harness.submit("giant", prompt_of(LONG + 3, 5), 400, ignore_eos=True)
+    while not harness.tokens[("giant", 0)]:
+        harness.step()
+    harness.submit("small", prompt_of(BLOCK, 6), GRID, ignore_eos=True)
+    while not harness.tokens[("small", 0)]:
+        harness.step()
+    before, steps, num_tokens = len(harness.tokens[("giant", 0)]), 0, len(harness.tokens[("small", 0)])
+    while ("small", 0) not in harness.finished:
+        harness.step()
+        steps += 1
+    assert steps == GRID - num_tokens
+    assert len(harness.tokens[("giant", 0)]) > before
+    assert harness.tokens[("small", 0)] == ORACLE.answer(prompt_of(BLOCK, 6), GRID, stop_at_eos=False)
+    harness.engine.handle(Abort("giant"))
+    harness.run()
+    harness.assert_idle_books()
+
+
+def test_giants_take_turns(tmp_path: Path) -> None:
+    harness = small(400, tmp_path, num_blocks=24)
+    for name in ("one", "other"):
+        harness.submit(name, prompt_of(LONG + 3, len(name)), 60, ignore_eos=True)
+    while not (harness.tokens[("one", 0)] and harness.tokens[("other", 0)]):
+        harness.step()
+    before = [len(harness.tokens[(name, 0)]) for name in ("one", "other")]
+    while min(len(harness.tokens[(name, 0)]) for name in ("one", "other")) < max(before) + GRID:
+        harness.step()
+        made = [len(harness.tokens[(name, 0)]) - had for name, had in zip(("one", "other"), before, strict=True)]
+        assert ("one", 0) in harness.finished or ("other", 0) in harness.finished or abs(made[0] - made[1]) <= 1
+    harness.run()
+    for name in ("one", "other"):
+        assert harness.tokens[(name, 0)] == ORACLE.answer(prompt_of(LONG + 3, len(name)), 60, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
 @pytest.mark.parametrize("seed", seeds(fraction=3, full=30))
 def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int, tmp_path: Path) -> None:
     """Each seed interleaves 20 giants with 40 small ones and cancels half of them, in any state, on slow threads."""
@@ -268,7 +308,10 @@ def test_what_would_be_slower_than_the_floor_is_refused_with_the_figures() -> No
     harness.assert_idle_books()
 
 
-def test_without_lower_tiers_it_is_refused_as_ever() -> None:
-    harness = small(0)
-    harness.submit("r", prompt_of(LONG, 1), 2)
-    assert "the device has 10" in harness.rejected["r"].message
+def test_without_lower_tiers_or_a_model_that_can_it_is_refused_as_ever() -> None:
+    resident = Invented()
+    resident.caps = replace(resident.caps, streaming=False)
+    for harness in (small(0), small(200, stream_blocks=False), small(200, model=resident)):
+        harness.submit("r", prompt_of(LONG, 1), 2)
+        assert "the device has 10" in harness.rejected["r"].message
+        harness.assert_idle_books()
