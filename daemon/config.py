@@ -73,6 +73,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dirty_bytes: Annotated[
         int, Meta(description="most bytes waiting to be written down; beyond it writes are dropped")
     ] = 256 << 20
+    stream_blocks: Annotated[
+        bool, Meta(description="run sequences larger than the device's blocks, with the rest in the tiers below it")
+    ] = True
+    spill_bytes: Annotated[
+        int | None, Meta(description="room beside disk_bytes for blocks of such sequences; without it none on disk")
+    ] = None
+    stream_share: Annotated[
+        float, Meta(description="of the blocks free at its admission, the most that such a sequence keeps resident")
+    ] = 0.5
+    min_tokens_per_s: Annotated[
+        float, Meta(description="a sequence larger than the device that would be slower is refused")
+    ] = 0.0
     flush_window_s: Annotated[
         float, Meta(description="how long an ending engine may write down what the disk tier lacks")
     ] = 15.0
@@ -106,6 +118,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _within("write_bytes_per_s", self.write_bytes_per_s, 1 << 20, 1 << 40)
         _within("restore_timeout_s", self.restore_timeout_s, 0.0, 3600.0)
         _within("dirty_bytes", self.dirty_bytes, 1 << 20, 1 << 40)
+        if self.spill_bytes is not None:
+            _within("spill_bytes", self.spill_bytes, 0, 1 << 50)
+            if self.disk_path is None:
+                raise ValueError("spill_bytes needs disk_path")
+        _within("stream_share", self.stream_share, 0.0, 1.0)
+        _within("min_tokens_per_s", self.min_tokens_per_s, 0.0, 1e6)
         _within("flush_window_s", self.flush_window_s, 0.0, 3600.0)
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")

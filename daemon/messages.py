@@ -298,6 +298,17 @@ class TierEvent(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class StreamRow(msgspec.Struct, frozen=True):
+    """Where the blocks of a sequence larger than the device are. Rates are None before the first read."""
+
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    streamed_bytes: int  # for the last token or chunk
+    bytes_per_s: float | None  # at which rate
+    link_bytes_per_s: float | None  # the best of late
+
+
 class SequenceRow(msgspec.Struct, frozen=True):
     """One sequence as the engine sees it, a Warm's too.
 
@@ -318,6 +329,7 @@ class SequenceRow(msgspec.Struct, frozen=True):
     preemptions: int
     max_tokens: int
     namespace: str = ""
+    stream: StreamRow | None = None  # None: all of it is resident
 
 
 class LedgerRow(msgspec.Struct, frozen=True):

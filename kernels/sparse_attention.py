@@ -5,10 +5,13 @@ walked as in dense attention with the rest masked; where it does not, each query
 one key head whose values are the first part of the key.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from kernels.indexer import Selection
-from kernels.key_tiles import Span, attend_tiles, gather_picked, gather_rows
+from kernels.key_tiles import ReadTile, Span, attend_tiles, gather_picked, gather_rows
 
 DENSE_FACTOR = 2  # contexts up to this many times the selection are walked whole
 GATHER_ELEMENTS = 1 << 23  # of keys gathered at a time
@@ -84,41 +87,53 @@ def sparse_attention(
     assert selection.picks.shape[0] == num_rows
     assert span.table.dtype == torch.int64
     grouped = queries.view(num_rows, num_kv_heads, num_heads // num_kv_heads, width)
-    positions = torch.arange(span.start, span.start + num_rows, device=queries.device)
+
+    def read(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_rows(key_plane, span.table, first, last), gather_rows(value_plane, span.table, first, last)
+
+    def pick(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_picked(key_plane, span.table, tokens), gather_picked(value_plane, span.table, tokens)
+
+    out = _attend_selected(grouped, _Keys(read, pick), span, selection, scale)
+    return out.reshape(num_rows, num_heads, -1).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Keys and values of a sequence, each [.., Hkv, D]: of consecutive tokens, or of tokens by index."""
+
+    read: ReadTile
+    pick: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _attend_selected(
+    grouped: torch.Tensor, keys: _Keys, span: Span, selection: Selection, scale: float
+) -> torch.Tensor:
+    """[N, Hkv, G, Dv] fp32 from queries [N, Hkv, G, D]."""
+    num_rows, num_kv_heads, _, width = grouped.shape
+    positions = torch.arange(span.start, span.start + num_rows, device=grouped.device)
     num_tokens = selection.picks.shape[1] * selection.pool + selection.pool - 1
     if span.start + num_rows <= DENSE_FACTOR * num_tokens:
-
-        def read(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return gather_rows(key_plane, span.table, first, last), gather_rows(value_plane, span.table, first, last)
 
         def visible(rows: slice, first: int, last: int) -> torch.Tensor:
             return selected_mask(Selection(selection.picks[rows], selection.pool), positions[rows], first, last)
 
-        out = attend_tiles(grouped, read, visible, span, scale)
-    else:
-        tokens = selected_tokens(selection, positions)
-        step = max(1, GATHER_ELEMENTS // (num_tokens * num_kv_heads * width))
-        parts: list[torch.Tensor] = []
-        for row in range(0, num_rows, step):
-            rows = slice(row, row + step)
-            parts.append(_attend_gathered(grouped[rows].float() * scale, key_plane, value_plane, span, tokens[rows]))
-        out = torch.cat(parts)
-    return out.reshape(num_rows, num_heads, -1).to(queries.dtype)
+        return attend_tiles(grouped, keys.read, visible, span, scale)
+    tokens = selected_tokens(selection, positions)
+    step = max(1, GATHER_ELEMENTS // (num_tokens * num_kv_heads * width))
+    parts: list[torch.Tensor] = []
+    for row in range(0, num_rows, step):
+        rows = slice(row, row + step)
+        parts.append(_attend_gathered(grouped[rows].float() * scale, keys, tokens[rows]))
+    return torch.cat(parts)
 
 
-def _attend_gathered(
-    queries: torch.Tensor,
-    key_plane: torch.Tensor,
-    value_plane: torch.Tensor,
-    span: Span,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+def _attend_gathered(queries: torch.Tensor, keys: _Keys, tokens: torch.Tensor) -> torch.Tensor:
     """[n, Hkv, G, Dv] fp32 over each row's own tokens [n, W]; a -1 is read as token 0 and masked."""
-    keys = gather_picked(key_plane, span.table, tokens.clamp(min=0)).float()  # [n, W, Hkv, D]
-    values = gather_picked(value_plane, span.table, tokens.clamp(min=0)).float()
-    scores = queries @ keys.permute(0, 2, 3, 1)
+    picked, values = keys.pick(tokens.clamp(min=0))  # [n, W, Hkv, D]
+    scores = queries @ picked.float().permute(0, 2, 3, 1)
     shares = scores.masked_fill((tokens < 0)[:, None, None, :], -torch.inf).softmax(dim=-1)
-    return shares @ values.transpose(1, 2)
+    return shares @ values.float().transpose(1, 2)
 
 
 def sparse_mla(
@@ -133,5 +148,15 @@ def sparse_mla(
     """As `sparse_attention` over a latent plane [num_blocks, block_size, C + R]: queries [N, H, C + R] to [N, H, C]."""
     assert plane.ndim == 3
     assert 0 < latent_dim <= plane.shape[2]
-    keys = plane[:, :, None, :]
-    return sparse_attention(queries, keys, keys[..., :latent_dim], span, selection, scale=scale)
+    assert span.table.dtype == torch.int64
+
+    def read(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = gather_rows(plane, span.table, first, last)[:, None, :]
+        return rows, rows[..., :latent_dim]
+
+    def pick(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = gather_picked(plane, span.table, tokens)[:, :, None, :]
+        return rows, rows[..., :latent_dim]
+
+    out = _attend_selected(queries[:, None], _Keys(read, pick), span, selection, scale)
+    return out[:, 0].to(queries.dtype)

@@ -15,11 +15,14 @@ from tiers.flops import ComputeCost
 from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
 from tiers.history import History
 from tiers.host import HostTier
+from tiers.lift import Lifter
 from tiers.match import Match
 from tiers.meters import LOOKUP_BOUNDS_S, EvictionReason, Histogram, TierMeters
 from tiers.mover import Job, Mover, Priority
+from tiers.residency import Residency
 from tiers.resources import Resources
 from tiers.restore import Restore, Restorer
+from tiers.spill import Spill
 from tiers.swap import Swapped, Swapper
 from tiers.transfer import Transfer
 from tiers.tree import Node
@@ -41,6 +44,7 @@ class LowerTiers:
 
     host: HostTier | None = None
     disk: DiskTier | None = None
+    spill: Spill | None = None  # room on disk for sequences larger than the device
 
 
 class TieredCache:
@@ -72,6 +76,14 @@ class TieredCache:
         )
         self._is_probing = False
         self.writedown = WriteDown(device, transfer, mover, host=self.host, disk=self.disk, limits=limits)
+        self.residency: Residency | None = None
+        if lower.host is not None or lower.spill is not None:
+            self.residency = Residency(device, transfer, mover, host=self.host, spill=lower.spill)
+        self.lifter: Lifter | None = None
+        if self.host is not None and self.disk is not None:
+            self.lifter = Lifter(
+                self.host, self.disk, layout=device.layout, transfer=transfer, restorer=self.restorer, mover=mover
+            )
         self.host_refusals = 0  # hits not loaded from there because computing was faster
         self.disk_refusals = 0
         self.swapper = Swapper(device, self.host, transfer) if self.host is not None else None
@@ -96,12 +108,18 @@ class TieredCache:
     @property
     def is_settled(self) -> bool:
         """Nothing is on its way between the tiers, and nothing waits to be."""
-        return not self.restorer.in_flight and self.writedown.is_idle and self.mover.num_pending == 0
+        is_idle = not self.restorer.in_flight and self.writedown.is_idle and not self._is_moving
+        return is_idle and self.mover.num_pending == 0
 
     @property
     def holds_device(self) -> bool:
         """Transfers keep blocks on the device that will be free again without anybody's doing."""
-        return bool(self.restorer.in_flight) or not self.writedown.is_idle
+        return bool(self.restorer.in_flight) or not self.writedown.is_idle or self._is_moving
+
+    @property
+    def _is_moving(self) -> bool:
+        is_lifting = self.lifter is not None and bool(self.lifter.in_flight)
+        return is_lifting or (self.residency is not None and not self.residency.is_idle)
 
     def poll(self, now: float, unix_s: float, *, is_busy: bool) -> None:
         """Takes in what has arrived, and plans what may be written next.
@@ -273,11 +291,15 @@ class TieredCache:
 
     def owners(self) -> list[Resources]:
         """Who holds something besides the sequences."""
-        return self.restorer.owners() + self.writedown.owners()
+        moving = [] if self.residency is None else self.residency.owners()
+        lifting = [] if self.lifter is None else self.lifter.owners()
+        return self.restorer.owners() + self.writedown.owners() + moving + lifting
 
     def close(self) -> None:
         """Ends the transfers, waiting for those that have begun, and gives the disk back."""
         self.mover.close()
+        if self.residency is not None and self.residency.spill is not None:
+            self.residency.spill.close()
         if self.disk is not None:
             self.disk.store.close()
 
@@ -286,6 +308,8 @@ class TieredCache:
         findings = self.device.astray(owners) + self.writedown.astray()
         if self.host is not None:
             findings += self.host.astray(owners)
+        if self.residency is not None and self.residency.spill is not None:
+            findings += self.residency.spill.astray(owners)
         if self.disk is not None and self.is_settled:
             findings += self.disk.astray()
         return findings

@@ -86,6 +86,10 @@ class DeviceTier:
     def num_available_slots(self) -> int:
         return self.slots.num_free + self.tree.num_checkpoints - self.tree.num_held_checkpoints
 
+    def root(self, namespace: str) -> Node:
+        """The node above a namespace's first blocks."""
+        return self.tree.root(self._root_key(namespace), namespace)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that cover positions [0, num_tokens)."""
         return -(-num_tokens // self.layout.block_size)

@@ -80,9 +80,13 @@ class HostTier:
 
     def set_block(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The tree has the node's block here from now on; whoever took the chunks has given them to it."""
+        self.keep_block(node, HostCopy(chunks))
+
+    def keep_block(self, node: Node, copy: HostCopy) -> None:
+        """The same of a copy that somebody may be using."""
         assert node.host_block is None
         assert node.parent is not None
-        node.host_block = HostCopy(chunks)
+        node.host_block, chunks = copy, copy.chunks
         node.host_since_s = self.tree.time_s
         node.parent.host_children += 1
         self._copies[node.host_block] = (node, False)
@@ -93,8 +97,12 @@ class HostTier:
 
     def set_state(self, node: Node, chunks: tuple[int, ...]) -> None:
         """The same for the node's checkpoint."""
+        self.keep_state(node, HostCopy(chunks))
+
+    def keep_state(self, node: Node, copy: HostCopy) -> None:
+        """The same of a copy that somebody may be using."""
         assert node.host_state is None
-        node.host_state = HostCopy(chunks)
+        node.host_state, chunks = copy, copy.chunks
         self._copies[node.host_state] = (node, True)
         self.settle(node)
         self.tree.charge(node, len(chunks) * self.chunk_bytes)
@@ -137,6 +145,12 @@ class HostTier:
         self.settle(node)
         self._forget(node, copy)
         self.meters.checkpoint_left(reason)
+
+    def private_chunks(self, owners: Sequence[Resources]) -> list[tuple[int, str]]:
+        """Chunks that owners hold as copies which are not the tree's, each with an owner's name."""
+        cached = {chunk for copy in self._copies for chunk in copy.chunks}
+        held = [(chunk, r.owner) for r in owners for id_ in r.ids("host copy") for chunk in self._chunks(id_)]
+        return [(chunk, owner) for chunk, owner in held if chunk not in cached]
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
         """Chunks that are held, but by no copy of the tree and by none of the owners."""

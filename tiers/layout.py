@@ -8,7 +8,7 @@ numpy.
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 ALIGNMENT_BYTES = 256  # each part of an image starts at a multiple: vector loads and DMA like it
@@ -24,6 +24,8 @@ class Plane:
     dtype: str
     row_shape: tuple[int, ...]
     tokens_per_row: int = 1
+    # Read whole for every row, as index keys are: kept in memory where the block is on disk. Changes no byte of images.
+    is_scanned: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

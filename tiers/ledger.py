@@ -1,13 +1,14 @@
 """Every byte of a tier by owner and kind, read from the books that decide about it."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
 from tiers.resources import Resources
+from tiers.spill import Spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,25 @@ def host_ledger(host: HostTier, owners: Sequence[Resources]) -> list[Entry]:
     for resources in owners:
         for chunks in resources.ids("host chunks"):
             counts[resources.owner] += host.size_of(chunks)
+    counts.update(_by_owner(host.private_chunks(owners)))
     counts["astray"] = host.chunks.size - counts.total()
     return [Entry("chunks", owner, count * size, count) for owner, count in sorted(counts.items()) if count]
+
+
+def spill_ledger(spill: Spill, owners: Sequence[Resources]) -> list[Entry]:
+    """Who has each extent of the spill."""
+    counts = _by_owner((number, r.owner) for r in owners for number in r.ids("spill extent"))
+    counts["free"] = spill.extents.num_free
+    counts["astray"] = spill.extents.size - counts.total()
+    return [Entry("spill", who, n * spill.extent_bytes, n) for who, n in sorted(counts.items()) if n]
+
+
+def _by_owner(held: Iterable[tuple[Hashable, str]]) -> Counter[str]:
+    """How many ids each owner has; one that several have is "shared", once."""
+    owners: dict[Hashable, set[str]] = {}
+    for id_, owner in held:
+        owners.setdefault(id_, set()).add(owner)
+    return Counter(next(iter(names)) if len(names) == 1 else "shared" for names in owners.values())
 
 
 def disk_ledger(disk: DiskTier) -> list[Entry]:

@@ -50,6 +50,10 @@ class HostArena:
         self.chunk_bytes = chunk_bytes
         self.chunks = torch.zeros((num_chunks, chunk_bytes), dtype=torch.uint8, pin_memory=is_pinned)
 
+    def planes(self, layout: StateLayout) -> dict[str, torch.Tensor]:
+        """Views of block images as the pools have them: [num_chunks, rows, *row_shape] by name."""
+        return {part.name: _view(self.chunks, part) for part in layout.block_parts}
+
 
 def _view(images: torch.Tensor, part: Part) -> torch.Tensor:
     dtype = getattr(torch, part.dtype)

@@ -30,7 +30,7 @@ class Load:
     node: Node
     is_state: bool
     target: int  # block or slot id
-    chunks: tuple[int, ...] | None
+    chunks: tuple[int, ...] | None  # where it comes from; of a lift (lift.py), where it goes
     record: tuple[RecordHead, RecordRef] | None
 
     @property

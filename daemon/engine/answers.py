@@ -1,19 +1,22 @@
 """The tables an operator can ask for, read from the engine's own books: there is no second spelling of a figure."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
 from daemon.engine.meter_report import Metered, report
+from daemon.engine.runner import Runner
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence
-from daemon.messages import Answer, LedgerRow, Query, QueryKind, SequenceRow, TierRow, TierState
+from daemon.messages import Answer, LedgerRow, Query, QueryKind, SequenceRow, StreamRow, TierRow, TierState
 from daemon.models.base import Model
 from tiers.cache import TieredCache
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
-from tiers.ledger import device_ledger, disk_ledger, host_ledger
+from tiers.ledger import device_ledger, disk_ledger, host_ledger, spill_ledger
 from tiers.pools import DevicePools
+from tiers.residency import Tier
 from tiers.resources import Resources
 
 
@@ -25,6 +28,7 @@ class Books(Metered, Protocol):
     device: DeviceTier
     cache: TieredCache
     scheduler: Scheduler
+    runner: Runner
 
     def clock(self) -> float: ...
 
@@ -170,6 +174,22 @@ def _sequence_row(books: Books, sequence: Sequence) -> SequenceRow:
         preemptions=request.preemptions,
         max_tokens=request.max_len - request.prompt_len,
         namespace=request.submit.namespace,
+        stream=_stream_row(books, sequence),
+    )
+
+
+def _stream_row(books: Books, sequence: Sequence) -> StreamRow | None:
+    stream, residency, streaming = sequence.stream, books.cache.residency, books.scheduler.streaming
+    if stream is None or residency is None or streaming is None:
+        return None
+    blocks = Counter(residency.space.tier_of(block) for block in sequence.block_table)
+    return StreamRow(
+        device_blocks=blocks[Tier.DEVICE],
+        host_blocks=blocks[Tier.HOST],
+        disk_blocks=blocks[Tier.SPILL],
+        streamed_bytes=stream.last_row.num_bytes,
+        bytes_per_s=stream.last_row.bytes_per_s,
+        link_bytes_per_s=streaming.link_bytes_per_s,
     )
 
 
@@ -188,6 +208,12 @@ def _ledger(books: Books, query: Query) -> Answer:
     if books.cache.disk is not None:
         entries = disk_ledger(books.cache.disk)
         rows += [LedgerRow("disk", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
+    if books.cache.residency is not None and books.cache.residency.spill is not None:
+        entries = spill_ledger(books.cache.residency.spill, owners)
+        rows += [LedgerRow("disk", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
+    if books.runner.sources is not None and books.runner.sources.spill is not None:
+        rows.append(LedgerRow("device", "scratch", "stages", books.runner.sources.spill.num_bytes, 1))
+        rows.append(LedgerRow("device", "scratch", "index keys", books.runner.sources.spill.spill.kept_bytes, 1))
     return Answer(
         query.query_id, ledger=(weights, *rows), balanced=not findings, findings=tuple(dict.fromkeys(findings))
     )

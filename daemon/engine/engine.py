@@ -18,11 +18,12 @@ from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
 from daemon.engine.rate import PrefillRate
+from daemon.engine.refusals import Asked, refusal
 from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
-from daemon.engine.tiers import make_tuner
+from daemon.engine.tiers import make_sources, make_tuner
 from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
 from daemon.grammar import load_tokenizer
@@ -82,10 +83,10 @@ class Engine:
         self.device = device = cache.device
         self.rate = PrefillRate()
         self.tuning = make_tuner(config, cache)
-        self.scheduler = Scheduler(cache, config)
+        self.scheduler = Scheduler(cache, config, streams=model.caps.streaming and config.stream_blocks)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
-        self.runner = Runner(model, pools, shadow_slot)
+        self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools))
         self.prefill = Prefill(
             pools=pools, cache=cache, scheduler=self.scheduler, runner=self.runner, rate=self.rate,
             tuning=self.tuning, slice_s=config.slice_ms / 1000,
@@ -156,13 +157,9 @@ class Engine:
         """Queues a request, or says why it can never run or not now."""
         prompt_ids = list(memoryview(message.prompt_ids).cast("i"))
         max_len = min(len(prompt_ids) + message.max_tokens, self.max_context_tokens)
-        if len(prompt_ids) >= self.max_context_tokens:
-            limit = f"the limit is {self.max_context_tokens} with at least one token of answer"
-            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, f"prompt of {len(prompt_ids)} tokens: {limit}")
-        elif error := self.scheduler.capacity_error(len(prompt_ids), max_len, message.n):
-            self._reject(message, ErrorReason.CONTEXT_TOO_LONG, error)
-        elif self.scheduler.is_full(is_warm=warm is not None):
-            self._reject(message, ErrorReason.QUEUE_FULL, f"{self.config.max_queue} requests wait already", 1.0)
+        asked = Asked(len(prompt_ids), max_len, self.max_context_tokens, message.n, warm is not None)
+        if refused := refusal(self.scheduler, asked):
+            self._reject(message, refused.reason, refused.message, refused.retry_after_s)
         elif message.request_id in self.requests or message.request_id in self.warming.writing:
             self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
         else:
@@ -235,13 +232,14 @@ class Engine:
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
+        self.runner.close()
         self.cache.close()
         self.grammars.close()
 
     @property
     def only_waits(self) -> bool:
         """Nothing can be computed until a transfer ends: whoever turns the loop may sleep until one does."""
-        return not self.scheduler.running and self.cache.holds_device
+        return self.scheduler.only_waits and self.cache.holds_device
 
     def owners(self) -> list[Resources]:
         """Everyone who may hold something in some tier."""
@@ -293,7 +291,9 @@ class Engine:
             return
         if sequence.request.warm is not None and self.prefill.chunk is None:
             self.warming.progressed(sequence)
-        if logits is not None:
+        if logits is not None and sequence.state is SequenceState.DECODING:  # a row, larger than the device
+            self._commit_decode((sequence,), logits)
+        elif logits is not None:
             self._commit_prompt(sequence, logits)
 
     def _commit_prompt(self, lead: Sequence, logits: torch.Tensor) -> None:

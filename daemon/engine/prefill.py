@@ -4,12 +4,14 @@ What must hold: a chunk dropped half-way has changed nothing that anybody reads;
 reach the tree, after their chunk; a checkpoint is the state at the very position of its node.
 """
 
+import logging
+
 import torch
 
 from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Chunk, Runner
 from daemon.engine.scheduler import Scheduler
-from daemon.engine.sequence import Sequence
+from daemon.engine.sequence import Sequence, SequenceState
 from tiers.admission import checkpoint_positions
 from tiers.cache import TieredCache
 from tiers.history import PASSED_GAP_S
@@ -17,7 +19,10 @@ from tiers.keys import token_bytes
 from tiers.match import Match, MatchEnd
 from tiers.pools import DevicePools
 from tiers.shadow import Visit
+from tiers.spill import SpillError
 from tiers.tuner import Tuner
+
+log = logging.getLogger("downcore.engine")
 
 
 class Prefill:
@@ -48,7 +53,9 @@ class Prefill:
         """Gives a sequence the state that its prompt resumes from, and decides which states will be worth keeping."""
         request = sequence.request
         assert sequence.slot is not None
-        if match.nodes and self.pools.layout.slots:
+        if sequence.stream is not None and sequence.stream.has_state:
+            sequence.stream.has_state = False
+        elif match.nodes and self.pools.layout.slots:
             assert match.checkpoint is not None, "attention without state is a miss"
             self.pools.copy_slot(match.checkpoint, sequence.slot)
         else:
@@ -98,7 +105,12 @@ class Prefill:
             self.chunk = self.runner.start_chunk(sequence, start, end)
             sequence.resources.hold("chunk", start, self._drop_chunk)
         chunk = self.chunk
-        logits = self.runner.advance(chunk, self.slice_s)
+        try:
+            logits = self.runner.advance(chunk, self.slice_s)
+        except SpillError as error:
+            log.warning("%s lost blocks below the device, and computes them again: %s", sequence.id, error)
+            self.scheduler.preempt(sequence)
+            return None
         if logits is None:
             return None
         sequence.resources.drop("chunk", chunk.start)
@@ -106,19 +118,20 @@ class Prefill:
         self._publish(sequence, chunk)
         if sequence.in_prompt:
             return None
-        if sequence.request.prefilled is None:
+        if sequence.state is SequenceState.PREFILLING and sequence.request.prefilled is None:
             self.scheduler.meters.prompt_computed(sequence.request, self.cache.meters)
         return logits
 
     def _drop_chunk(self) -> None:
         assert self.chunk is not None
-        self.chunk.forward.close()
+        self.runner.end(self.chunk)
         self.chunk = None
 
     def _adopt_newer(self, sequence: Sequence) -> None:
         """Takes over what another sequence with the same prompt has published since this one was admitted."""
         device, request = self.device, sequence.request
-        if len(sequence.nodes) * device.layout.block_size != sequence.computed_len:
+        is_behind = len(sequence.nodes) * device.layout.block_size != sequence.computed_len
+        if sequence.stream is not None or is_behind:
             return
         after = sequence.nodes[-1] if sequence.nodes else None
         match = device.lookup(request.prompt_ids, request.submit.namespace, after)
@@ -147,15 +160,25 @@ class Prefill:
         device.reserved_slots[-1] = self.runner.shadow_slot
         sequence.resources.swap("slot", sequence.slot, fresh, lambda: device.slots.release(fresh))
         sequence.slot = fresh
+        self.scheduler.turns.spent(sequence, chunk.elapsed_s)
+        if chunk.streamed is not None and sequence.stream is not None and self.scheduler.streaming is not None:
+            self.scheduler.streaming.saw(sequence.stream, chunk.streamed)
+        if not sequence.in_prompt:
+            return  # a row, which is committed as any decode row is
         sequence.computed_len = chunk.end
-        if chunk.end - chunk.start == device.grid:
+        if chunk.end - chunk.start == device.grid and chunk.streamed is None:
             self.rate.saw(device.grid, chunk.elapsed_s)
             costs = self.cache.costs
             costs.prefill.observe(costs.cost.flops(chunk.start, chunk.end), chunk.elapsed_s)
 
     def _publish(self, sequence: Sequence, chunk: Chunk) -> None:
         """The blocks of a whole grid chunk become the tree's; the state after it a checkpoint, where worth keeping."""
-        device, size = self.device, self.device.layout.block_size
+        device, size, stream = self.device, self.device.layout.block_size, sequence.stream
+        if stream is not None and chunk.start >= stream.tail * size:
+            if self.pools.layout.slots and chunk.end in sequence.checkpoint_at:
+                assert self.scheduler.streaming is not None
+                self.scheduler.streaming.keep_state(sequence, chunk.end)
+            return  # it reaches the tree in a tier below
         if chunk.end - chunk.start < device.grid or len(sequence.nodes) * size != chunk.start:
             return
         for start in range(chunk.start, chunk.end, size):

@@ -6,6 +6,7 @@ changed nothing that anybody reads: its rows lie in private blocks beyond `compu
 
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -13,6 +14,7 @@ from daemon.batch import SequenceRows, make_batch
 from daemon.engine.sequence import Sequence
 from daemon.models.base import HostStaged, Model, Steps, finish
 from tiers.pools import DevicePools
+from tiers.streamed import Sources, StreamedPools, StreamStats
 
 
 @dataclass(slots=True)
@@ -23,14 +25,16 @@ class Chunk:
     start: int
     end: int
     forward: Steps
+    streamed: StreamStats | None  # of one whose history is partly below the device
     elapsed_s: float = 0.0
 
 
 class Runner:
     """Owns the shadow slot; sequences own everything else."""
 
-    def __init__(self, model: Model, pools: DevicePools, shadow_slot: int) -> None:
+    def __init__(self, model: Model, pools: DevicePools, shadow_slot: int, sources: Sources | None) -> None:
         self.model = model
+        self.sources = sources
         self.pools = pools
         self.shadow_slot = shadow_slot
 
@@ -49,7 +53,10 @@ class Runner:
         return torch.cat([self._forward([row]) for row in rows])
 
     def start_chunk(self, sequence: Sequence, start: int, end: int) -> Chunk:
-        """A chunk with nothing computed yet; its state goes to the shadow slot."""
+        """A chunk with nothing computed yet; its state goes to the shadow slot.
+
+        It may be one row of a sequence that is past its prompt and larger than the device.
+        """
         rows = SequenceRows(
             sequence.token_ids[start:end],
             start,
@@ -62,7 +69,12 @@ class Runner:
             following = sequence.token_ids[end : min(end + len(rows.token_ids), sequence.request.prompt_len)]
             if following:
                 self.model.prefetch(sequence.token_ids[start:end], following)
-        return Chunk(sequence, start, end, self.model.forward(batch, self.pools))
+        if sequence.stream is None or not sequence.stream.below:
+            return Chunk(sequence, start, end, self.model.forward(batch, self.pools), None)
+        assert self.sources is not None
+        streamed = StreamedPools(self.sources, sequence.block_table, is_chunk=end - start > 1)
+        # It has of the pools what layers use.
+        return Chunk(sequence, start, end, self.model.forward(batch, cast(DevicePools, streamed)), streamed.stats)
 
     def advance(self, chunk: Chunk, slice_s: float) -> torch.Tensor | None:
         """Computes for about `slice_s` seconds; logits [1, vocab_size] once the chunk is whole, else None."""
@@ -76,6 +88,17 @@ class Runner:
             return stop.value
         finally:
             chunk.elapsed_s += time.perf_counter() - began
+
+    def end(self, chunk: Chunk) -> None:
+        """It is whole, or dropped half-way. What lies below the device may be written again from now on."""
+        chunk.forward.close()
+        if chunk.streamed is not None and self.pools.blocks.is_cuda:
+            torch.cuda.current_stream(self.pools.blocks.device).synchronize()
+
+    def close(self) -> None:
+        """Nothing is read ahead any more."""
+        if self.sources is not None and self.sources.spill is not None:
+            self.sources.spill.close()
 
     def swap_shadow(self, slot: int) -> int:
         """The finished chunk's slot, in exchange for the sequence's old one, which becomes the shadow."""

@@ -15,6 +15,8 @@ from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
 from daemon.engine.meters import EngineMeters
 from daemon.engine.sequence import Request, Sequence, SequenceState
+from daemon.engine.streaming import Streaming
+from daemon.engine.turns import Turns
 from daemon.meter_messages import Loaded
 from tiers.cache import TieredCache
 from tiers.match import Match
@@ -41,9 +43,13 @@ class Admitted:
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences. Choices of a request not yet forked count as running."""
+    """Owns the waiting and the running sequences. Choices of a request not yet forked count as running.
 
-    def __init__(self, cache: TieredCache, config: EngineConfig) -> None:
+    Args:
+        streams: the model can attend to history below the device, and may.
+    """
+
+    def __init__(self, cache: TieredCache, config: EngineConfig, *, streams: bool) -> None:
         self.cache = cache
         self.device = device = cache.device
         self.restore_timeout_s = config.restore_timeout_s
@@ -54,7 +60,10 @@ class Scheduler:
         self.restoring: list[Sequence] = []  # their turn came, and their prefix is on its way to the device
         self.running: list[Sequence] = []  # by order of admission
         self.meters = EngineMeters()
-        self._chunks_started = 0
+        self.streaming: Streaming | None = None
+        if cache.residency is not None and streams:
+            self.streaming = Streaming(cache, cache.residency, config)
+        self.turns = Turns()
         self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit
 
     @property
@@ -78,22 +87,6 @@ class Scheduler:
         """What preempted sequences hold in the host tier."""
         return [sequence.swapped.resources for sequence in self.waiting if sequence.swapped is not None]
 
-    def capacity_error(self, prompt_len: int, max_len: int, n: int) -> str | None:
-        """Why a request could never run, however empty the device; None where it could."""
-        if n > self.max_sequences:
-            return f"n is {n}, but only {self.max_sequences} sequences run at a time"
-        usable = self.device.num_usable_blocks
-        first_len = min(max_len, prompt_len + self.growth_window)
-        shared = prompt_len // self.device.layout.block_size
-        together = self.device.blocks_for(first_len) + (n - 1) * (self.device.blocks_for(first_len) - shared)
-        alone = self.device.blocks_for(max_len)
-        if max(together, alone) > usable:
-            return (
-                f"prompt of {prompt_len} tokens, at most {max_len} with the answer and n = {n}, needs "
-                f"{max(together, alone)} blocks of {self.device.layout.block_size} tokens; the device has {usable}"
-            )
-        return None
-
     def is_full(self, *, is_warm: bool) -> bool:
         """Whether as many wait as may. What is to be warmed takes no answer's place."""
         if len(self.waiting) < self.max_queue:
@@ -101,7 +94,7 @@ class Scheduler:
         return is_warm or sum(sequence.request.warm is None for sequence in self.waiting) >= self.max_queue
 
     def enqueue(self, request: Request) -> Sequence:
-        """A new request at its place in the queue. The caller has checked `capacity_error` and the queue's bound."""
+        """A new request at its place in the queue. The caller has checked what refusals.py refuses."""
         choices = [
             Sequence(request, index, list(request.prompt_ids), Resources(f"{request.id}/{index}"))
             for index in range(request.submit.n)
@@ -123,6 +116,8 @@ class Scheduler:
             if acquired is None:
                 if self._make_way(sequence):
                     continue
+                if self.streaming is not None:
+                    self.streaming.make_room(self.running)
                 self._refused_at = self._room()
                 break
             self.waiting.pop(0)
@@ -138,9 +133,12 @@ class Scheduler:
         return admitted
 
     def stuck(self) -> Sequence | None:
-        """A sequence that waits although nothing else runs and nothing is on its way: it will never have room."""
-        if self.running or self.restoring or self.cache.holds_device or not self.waiting:
+        """A sequence that waits although nothing else runs and nothing is on its way: it will never have room. Or one
+        that is larger than the device, and finds no room below it."""
+        if self.restoring or self.cache.holds_device:
             return None
+        if self.running or not self.waiting:
+            return next((s for s in self.running if s.stream and s.stream.is_stuck and not self._can_run(s)), None)
         return self.waiting[0]
 
     def plan(self, in_flight: Sequence | None) -> tuple[Plan, list[Sequence]]:
@@ -151,19 +149,24 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
+        if self.streaming is not None:
+            self.streaming.settle(self.running, in_flight)
         for sequence in sorted(self.running, key=lambda s: s.rank):
-            if sequence.is_running and not sequence.in_prompt and self._has_room(sequence, preempted):
+            is_row = sequence.is_running and not sequence.in_prompt and sequence.stream is None
+            if is_row and self._has_room(sequence, preempted):
                 decode.append(sequence)
         if in_flight is None or not in_flight.is_running:
-            in_flight = self._next_in_prompt()
+            in_flight = self.turns.next([sequence for sequence in self.running if self._can_run(sequence)])
         if decode:
             self.meters.decode_rows.observe(len(decode))
         return Plan(tuple(decode), in_flight), preempted
 
     def start_chunk(self, sequence: Sequence) -> tuple[int, int]:
-        """Positions [start, end) of the next chunk."""
-        self._chunks_started += 1
+        """Positions [start, end) of the next chunk; past the prompt, of the one row that runs by itself."""
+        self.turns.started(sequence)
         start = sequence.computed_len
+        if not sequence.in_prompt:
+            return start, start + 1
         assert start % self.device.grid == 0
         return start, min(start + self.device.grid, sequence.request.prompt_len)
 
@@ -177,7 +180,11 @@ class Scheduler:
         num_full = lead.request.prompt_len // size
         forked, lead.siblings = lead.siblings, []
         for sibling in forked:
+            if lead.stream is not None and self.streaming is not None:
+                self.streaming.fork(lead, sibling)
             for position, block_id in enumerate(lead.block_table[:num_full]):
+                if block_id >= self.device.blocks.size:
+                    continue  # below the device
                 node = lead.nodes[position] if position < len(lead.nodes) else None
                 self.device.share_block(sibling.resources, block_id, node)
             sibling.block_table = lead.block_table[:num_full] + sibling.tail_blocks
@@ -191,7 +198,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Its state moves to the host tier, or is lost where that has no room; it waits in the order of arrival."""
         self.running.remove(sequence)
-        if sequence.computed_len:
+        if sequence.computed_len and sequence.stream is None:
             assert sequence.slot is not None
             blocks = sequence.block_table[: self.device.blocks_for(sequence.computed_len)]
             sequence.swapped = self.cache.swap_out(
@@ -232,9 +239,14 @@ class Scheduler:
         for sequence in self.running:
             assert sequence.slot is not None, f"{sequence.id} runs without a slot"
             assert len(sequence.block_table) * self.device.layout.block_size >= sequence.computed_len
-            assert set(sequence.block_table) == set(sequence.resources.ids("block")), f"{sequence.id}: table and blocks"
+            on_device = {id_ for id_ in sequence.block_table if id_ < self.device.blocks.size}
+            assert on_device == set(sequence.resources.ids("block")), f"{sequence.id}: table and blocks"
+            assert sequence.stream is not None or len(on_device) == len(sequence.block_table)
             for position, node in enumerate(sequence.nodes):
-                assert node.block_id == sequence.block_table[position], f"{sequence.id}: node and table disagree"
+                is_below = sequence.block_table[position] not in on_device
+                assert is_below or node.block_id == sequence.block_table[position], (
+                    f"{sequence.id}: node and table disagree"
+                )
 
     def _make_way(self, sequence: Sequence) -> bool:
         """Preempts the youngest warming for an answer that does not fit; False where none is left."""
@@ -318,6 +330,8 @@ class Scheduler:
         request, device = sequence.request, self.device
         match = self.cache.look_up(request.prompt_ids, request.submit.namespace)
         request.lookup_s = self.cache.last_lookup_s
+        if self.streaming is not None and self.streaming.wants(request.max_len):
+            return self._acquire_streamed(sequence, match, now)
         verdict = self.cache.weigh(match)
         restores = verdict is not None and verdict.is_load and request.restores < MAX_RESTORES
         known = match.nodes
@@ -349,11 +363,32 @@ class Scheduler:
         self._take_tails(sequence, tail, resumed_at)
         return Admitted(sequence, match)
 
+    def _acquire_streamed(self, sequence: Sequence, match: Match, now: float) -> Admitted | None:
+        """The same for one that is larger than the device: what is known of its prompt stays below it."""
+        assert self.streaming is not None
+        choices, device, request = 1 + len(sequence.siblings), self.device, sequence.request
+        slots = device.num_available_slots - (match.checkpoint is not None)
+        if self.num_running + choices > self.max_sequences or choices > slots:
+            return None
+        lift = self.streaming.fetch(match) if request.restores < MAX_RESTORES else None
+        if lift is not None:
+            sequence.restore, sequence.restore_since = lift, now
+            sequence.restore_until = now + self.restore_timeout_s
+            return Admitted(sequence, match)
+        resumed = self.streaming.acquire(sequence, match)
+        if resumed is None:
+            return None
+        longest = min(request.max_len, len(sequence.token_ids) + self.growth_window)
+        self._take_tails(sequence, device.blocks_for(longest) - request.prompt_len // device.layout.block_size, None)
+        return Admitted(sequence, resumed)
+
     def _has_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Makes sure the sequence's next row has a block, preempting younger ones; False where it had to go itself."""
         if sequence.computed_len < len(sequence.block_table) * self.device.layout.block_size:
             return True
         while self.device.num_available_blocks == 0:
+            if self.streaming is not None and self.streaming.make_room(self.running):
+                return False  # not now: a larger one gives way
             victim = max(self.running, key=lambda s: s.rank)
             self.preempt(victim)
             preempted.append(victim)
@@ -362,19 +397,14 @@ class Scheduler:
         sequence.block_table += self.device.take_blocks(sequence.resources, 1)
         return True
 
-    def _next_in_prompt(self) -> Sequence | None:
-        """Chunks go by turns to the oldest prompt, so that none starves, and to the one nearest its end.
+    @property
+    def only_waits(self) -> bool:
+        """Nobody has rows to compute before something has moved."""
+        return not any(s.stream is None or self._can_run(s) for s in self.running)
 
-        Of several equal prompts the oldest is both: it runs through, and the others find its blocks. Prompts that are
-        warmed have a turn when no other has.
-        """
-        inside = [sequence for sequence in self.running if sequence.in_prompt and sequence.request.is_ready]
-        inside = [sequence for sequence in inside if sequence.request.warm is None] or inside
-        if not inside:
-            return None
-        if self._chunks_started % 2:
-            return min(inside, key=lambda s: (s.request.prompt_len - s.computed_len, s.request.order))
-        return min(inside, key=lambda s: s.request.order)
+    def _can_run(self, sequence: Sequence) -> bool:
+        has_come = sequence.stream is None or (self.streaming is not None and self.streaming.can_run(sequence))
+        return has_come and sequence.request.is_ready
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.rank)

@@ -7,6 +7,7 @@ from daemon.cache_messages import Warm
 from daemon.engine.grammar_builder import Grammar
 from daemon.messages import StopReason, Submit, Usage
 from daemon.meter_messages import Loaded
+from tiers.residency import Stream
 from tiers.resources import Resources
 from tiers.restore import Restore
 from tiers.swap import Swapped
@@ -110,6 +111,7 @@ class Sequence:
     restore_until: float = 0.0  # and how long
     restore_since: float = 0.0
     swapped: Swapped | None = None  # its state in the host tier, while it is preempted
+    stream: Stream | None = None  # what it has below the device, where it is larger than that
 
     @property
     def id(self) -> str:
@@ -141,3 +143,4 @@ class Sequence:
         self.slot = None
         self.computed_len = 0
         self.resources.release()
+        self.stream = None

@@ -19,13 +19,18 @@ from tiers.mover import Mover
 from tiers.pools import DevicePools, HostArena
 from tiers.records import Identity
 from tiers.shadow import CacheShape
+from tiers.spill import Spill
+from tiers.spill_reader import SpillReader
 from tiers.store import DiskStore
+from tiers.streamed import Sources
 from tiers.tuner import Tuner
 from tiers.worth import Appraiser
 from tiers.writedown import WriteLimits
 
 DISK_BYTES = 16 << 30  # quota where none is named
 BUSY_BYTES_PER_S = 8 << 20  # of images coded beside steps on the same cores
+SPILL_STAGES = 8  # parts of a grid chunk read ahead of a forward
+SPILL_CACHE_BYTES = 32 << 20  # of the blocks that selection picks
 NUM_READERS = 2  # threads that restore; a read of many records is shared between them
 
 log = logging.getLogger("downcore.engine")
@@ -77,6 +82,18 @@ def make_tuner(config: EngineConfig, cache: TieredCache) -> Tuner | None:
     return Tuner(shape, budget_bytes, device.weights)
 
 
+def make_sources(cache: TieredCache, pools: DevicePools) -> Sources | None:
+    """Where forwards of sequences larger than the device read; None where nothing is below it."""
+    residency = cache.residency
+    if residency is None:
+        return None
+    assert isinstance(residency.transfer, DeviceTransfer)
+    reader = None
+    if residency.spill is not None:
+        reader = SpillReader(residency.spill, num_stages=SPILL_STAGES, cache_bytes=SPILL_CACHE_BYTES)
+    return Sources(residency.space, pools, residency.transfer.arena, reader)
+
+
 def _cost(compute: Compute) -> ComputeCost:
     return ComputeCost(matmul_params=compute.matmul_params, pair_flops=compute.pair_flops)
 
@@ -101,13 +118,19 @@ def make_cache(
     if store is not None:
         disk = DiskTier(device, store)
         log.info("%d records on disk", disk.load())
+    spill = None
+    num_extents = (config.spill_bytes or 0) // (device.grid // device.layout.block_size * chunk_bytes)
+    if num_extents and config.stream_blocks:
+        assert config.disk_path is not None
+        chunk_blocks = device.grid // device.layout.block_size
+        spill = Spill(device.layout, Path(config.disk_path), chunk_blocks=chunk_blocks, num_extents=num_extents)
     shares_cores = pools.blocks.device.type == "cpu" and config.write_bytes_per_s is None
     limits = WriteLimits(config.dirty_bytes, config.write_bytes_per_s, BUSY_BYTES_PER_S if shares_cores else None)
     return TieredCache(
         device,
         DeviceTransfer(pools, arena),
         mover,
-        lower=LowerTiers(host, disk),
+        lower=LowerTiers(host, disk, spill),
         limits=limits,
         costs=Costs(_cost(compute), PrefillSpeed(), config.break_even),
     )

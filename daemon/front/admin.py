@@ -245,6 +245,7 @@ def _sequence(row: messages.SequenceRow) -> pb.Sequence:
     values = msgspec.structs.asdict(row)
     client = client_name(values.pop("request_id"))
     state = _STATES.get(values.pop("state"), pb.SEQUENCE_STATE_UNSPECIFIED)
+    stream = values.pop("stream")
     if client.warm_index is not None:
         values["index"] = client.warm_index
     return pb.Sequence(
@@ -252,5 +253,18 @@ def _sequence(row: messages.SequenceRow) -> pb.Sequence:
         request_id=client.name,
         state=state,
         is_warming=client.warm_index is not None,
+        residency=None if stream is None else _residency(row.stream),
         **values,
+    )
+
+
+def _residency(row: messages.StreamRow | None) -> pb.Residency:
+    assert row is not None
+    return pb.Residency(
+        device_blocks=row.device_blocks,
+        host_blocks=row.host_blocks,
+        disk_blocks=row.disk_blocks,
+        streamed_bytes=row.streamed_bytes,
+        streamed_bytes_per_s=row.bytes_per_s or 0.0,
+        link_bytes_per_s=row.link_bytes_per_s or 0.0,
     )

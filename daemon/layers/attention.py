@@ -37,7 +37,7 @@ class Attention:
         verify_rows=True,
         graph_capture=False,  # the work is laid out on the host
         no_host_stage=True,
-        streaming=False,
+        streaming=True,
         reads_history=True,
     )
     slots: tuple[SlotTensor, ...] = ()

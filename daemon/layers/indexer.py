@@ -52,7 +52,7 @@ class DsaIndexConfig:
 
 def index_plane(sizes: IndexSizes, layer: int, dtype: torch.dtype) -> Plane:
     """One key a pool."""
-    return Plane(f"layers.{layer}.index_k", dtype_name(dtype), (sizes.head_dim,), sizes.pool)
+    return Plane(f"layers.{layer}.index_k", dtype_name(dtype), (sizes.head_dim,), sizes.pool, is_scanned=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ PAGED_CAPS = LayerCaps(
     verify_rows=True,
     graph_capture=False,  # spans of keys are cut by the host
     no_host_stage=True,
-    streaming=False,
+    streaming=True,
     reads_history=True,
 )
 

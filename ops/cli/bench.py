@@ -2,6 +2,7 @@
 
 `downcore bench load` puts a running daemon under load.
 `downcore bench front` measures the front alone, with a null engine, beside a bare gRPC server.
+`downcore bench longctx` shows what a context costs that is larger than the device.
 `downcore bench replay` needs no daemon: it shows recorded requests to the policies of the prefix cache.
 """
 
@@ -32,6 +33,7 @@ from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
 from ops.cli.bench_front import front
 from ops.cli.bench_load import load
+from ops.cli.bench_longctx import longctx
 from ops.cli.client import connect
 from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import make_console, print_data
@@ -48,6 +50,7 @@ DEFAULT_BUDGETS = [0.05, 0.1, 0.2]
 app = make_app()
 app.command("load", context_settings=HELP_NAMES)(load)
 app.command("front", context_settings=HELP_NAMES)(front)
+app.command("longctx", context_settings=HELP_NAMES)(longctx)
 
 
 def run(arguments: list[str]) -> int:

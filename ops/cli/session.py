@@ -104,4 +104,17 @@ def _facts(sequence: admin_pb2.Sequence) -> list[tuple[str, str]]:
         ("held", human_bytes(sequence.held_bytes)),
         ("age", human_seconds(sequence.age_s)),
         ("preempted", f"{sequence.preemptions} times"),
+        *(_residency(sequence.residency) if sequence.HasField("residency") else ()),
+    ]
+
+
+def _residency(residency: admin_pb2.Residency) -> list[tuple[str, str]]:
+    """Of a sequence larger than the device."""
+    tiers = (("device", residency.device_blocks), ("host", residency.host_blocks), ("disk", residency.disk_blocks))
+    rate, link = residency.streamed_bytes_per_s, residency.link_bytes_per_s
+    reached = f"{human_bytes(int(rate))}/s, {rate / link:.0%} of {human_bytes(int(link))}/s" if link else "not measured"
+    return [
+        ("residency", ", ".join(f"{count:,} blocks {tier}" for tier, count in tiers if count)),
+        ("streamed", f"{human_bytes(residency.streamed_bytes)} for the last token or chunk"),
+        ("link", reached),
     ]

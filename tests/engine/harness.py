@@ -24,10 +24,11 @@ from daemon.models.base import Model
 from daemon.sizing import Division
 from tests.engine.invented import Invented
 from tests.engine.memory_store import MemoryStore
+from tiers.device_transfer import DeviceTransfer
 from tiers.disk import DiskTier
 from tiers.host import HostTier
 from tiers.mover import Job
-from tiers.pools import DevicePools
+from tiers.pools import DevicePools, HostArena
 
 BLOCK, GRID = 4, 8
 INVENTED = Invented()
@@ -191,6 +192,12 @@ class Harness:
         return self.engine.cache.host
 
     @property
+    def arena(self) -> HostArena | None:
+        """Memory of the host tier."""
+        residency = self.engine.cache.residency
+        return residency.transfer.arena if residency and isinstance(residency.transfer, DeviceTransfer) else None
+
+    @property
     def disk(self) -> DiskTier:
         """The disk tier, of a harness that has one."""
         assert self.engine.cache.disk is not None
@@ -233,7 +240,7 @@ class Harness:
                 self.other.append(message)
 
     def _guard(self) -> None:
-        """Free blocks and slots become NaN; published blocks must keep their bytes for as long as they are known."""
+        """What is free becomes NaN, on the device and in the host tier; published blocks must keep their bytes."""
         pools, device = self.pools, self.device
         for id_ in range(device.blocks.size):
             if device.blocks.refs(id_) == 0 or id_ == 0:
@@ -241,6 +248,10 @@ class Harness:
         for id_ in range(device.slots.size):
             if device.slots.refs(id_) == 0 or id_ == 0:
                 pools.slots[id_] = 0xFF
+        if self.arena is not None:
+            for id_ in range(self.host.chunks.size):
+                if self.host.chunks.refs(id_) == 0:
+                    self.arena.chunks[id_] = 0xFF
         published: dict[bytes, tuple[int, bytes]] = {}
         for node in device.tree.nodes():
             if node.block_id is None:

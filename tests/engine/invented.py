@@ -33,7 +33,7 @@ class Invented:
             verify_rows=True,
             graph_capture=False,
             no_host_stage=True,
-            streaming=False,
+            streaming=True,
             reads_history=True,
         )
         self.compute = Compute(matmul_params=2 * VOCAB * DIM, pair_flops=4 * DIM)
@@ -79,10 +79,10 @@ class Invented:
         return torch.stack(logits)
 
     def _logits(self, pools: DevicePools, table: torch.Tensor, position: int, decayed: torch.Tensor) -> torch.Tensor:
-        history = pools.planes["history"][table].flatten(0, 1)[: position + 1]
+        history = pools.planes["history"].index_select(0, table).flatten(0, 1)[: position + 1]
         weights = torch.softmax(history @ decayed * 0.2, 0)
         mixed = decayed + weights @ history
-        pooled = pools.planes["pools"][table].flatten(0, 1)[: (position + 1) // 4]
+        pooled = pools.planes["pools"].index_select(0, table).flatten(0, 1)[: (position + 1) // 4]
         if len(pooled):
             mixed = mixed + pooled.flatten(1).sum(0).tanh()
         return self.head @ mixed.tanh()

@@ -266,6 +266,7 @@ class Scripted:
                             messages.SequenceRow(
                                 request_id, index, state, len(run.prompt), run.made[index], len(run.prompt), 0, 1, 0,
                                 64, time.monotonic() - run.arrived_s, 0, run.submit.max_tokens,
+                                stream=messages.StreamRow(2, 3, 4, 4096, 1e6, None) if index else None,
                             )
                         )  # fmt: skip
         for request_id, warming in self.cache.warming.items():

@@ -45,6 +45,10 @@ def test_sequences_and_ledger_carry_the_clients_ids(front: Front) -> None:
     assert {(row.id, row.request_id, row.index) for row in rows} == {("mine/0", "mine", 0), ("mine/1", "mine", 1)}
     one = front.admin.ListSequences(admin_pb2.ListSequencesRequest(id="mine/1"), timeout=10).sequences
     assert [row.id for row in one] == ["mine/1"]
+    assert one[0].residency == admin_pb2.Residency(
+        device_blocks=2, host_blocks=3, disk_blocks=4, streamed_bytes=4096, streamed_bytes_per_s=1e6
+    )
+    assert [row.HasField("residency") for row in rows] == [False, True], "only of what is larger than the device"
     assert not front.admin.ListSequences(admin_pb2.ListSequencesRequest(id="other"), timeout=10).sequences
     ledger = front.admin.GetLedger(admin_pb2.GetLedgerRequest(), timeout=10)
     assert ledger.balanced

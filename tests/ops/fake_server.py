@@ -207,7 +207,18 @@ def _sequence(sequence_id: str) -> admin_pb2.Sequence:
         held_bytes=26_542_080,
         age_s=1.5,
         max_tokens=64,
+        residency=LARGE if sequence_id.endswith("/1") else None,
     )
+
+
+LARGE = admin_pb2.Residency(
+    device_blocks=16,
+    host_blocks=100,
+    disk_blocks=1000,
+    streamed_bytes=3 << 20,
+    streamed_bytes_per_s=3 << 29,
+    link_bytes_per_s=1 << 31,
+)
 
 
 def _status(code: grpc.StatusCode, message: str, reason: str, field: str) -> status_pb2.Status:

@@ -90,7 +90,12 @@ def test_sessions_are_listed_shown_and_aborted_by_sequence_or_request(call: Any)
     code, out, _ = call("session", "show", "req-1", "-o", "json")
     assert code == ExitCode.OK
     assert [s["id"] for s in json.loads(out)] == ["req-1/0", "req-1/1"]
-    assert "16 of them shared" in call("session", "show", "req-1/0")[1]
+    resident, large = (call("session", "show", f"req-1/{index}")[1] for index in range(2))
+    assert "16 of them shared" in resident
+    assert "residency" not in resident
+    assert "16 blocks device, 100 blocks host, 1,000 blocks disk" in large
+    assert "3.0 MiB for the last token or chunk" in large
+    assert "1.5 GiB/s, 75% of 2.0 GiB/s" in large
     assert call("session", "abort", "req-1", "--yes")[:2] == (ExitCode.OK, "aborted 2\n")
 
 

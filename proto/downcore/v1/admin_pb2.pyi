@@ -239,7 +239,7 @@ class ListSequencesRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("id", "request_id", "index", "state", "prompt_tokens", "completion_tokens", "computed_tokens", "cached_tokens", "blocks", "shared_blocks", "held_bytes", "age_s", "preemptions", "max_tokens", "is_warming", "namespace")
+    __slots__ = ("id", "request_id", "index", "state", "prompt_tokens", "completion_tokens", "computed_tokens", "cached_tokens", "blocks", "shared_blocks", "held_bytes", "age_s", "preemptions", "max_tokens", "is_warming", "namespace", "residency")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class Sequence(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_WARMING_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     id: str
     request_id: str
     index: int
@@ -272,7 +273,24 @@ class Sequence(_message.Message):
     max_tokens: int
     is_warming: bool
     namespace: str
-    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., max_tokens: _Optional[int] = ..., is_warming: _Optional[bool] = ..., namespace: _Optional[str] = ...) -> None: ...
+    residency: Residency
+    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., max_tokens: _Optional[int] = ..., is_warming: _Optional[bool] = ..., namespace: _Optional[str] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
+
+class Residency(_message.Message):
+    __slots__ = ("device_blocks", "host_blocks", "disk_blocks", "streamed_bytes", "streamed_bytes_per_s", "link_bytes_per_s")
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    streamed_bytes: int
+    streamed_bytes_per_s: float
+    link_bytes_per_s: float
+    def __init__(self, device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., streamed_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
     __slots__ = ("sequences",)

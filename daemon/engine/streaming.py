@@ -1,0 +1,288 @@
+"""Who runs larger than the device, with what of it resident, and when its blocks move down.
+
+A sequence whose longest length exceeds the device's blocks is streamed: its table is
+
+    [first grid chunks: on the device, the tree's] [middle: below the device] [tail: on the device, its own]
+
+The tail is two grid chunks. One is computed while the one before moves down, so the tail never waits for a free
+block: what a move frees is taken again at once. A chunk that reaches the host tier becomes the tree's there, with its
+checkpoint, as any prefix; decoded rows stay the sequence's own. What leaves the device of the first chunks leaves from
+the deepest one up, so the tree on the device has no gaps. Knows no tensor and no clock.
+"""
+
+import logging
+from dataclasses import replace
+
+from daemon.config import EngineConfig
+from daemon.engine.sequence import Sequence
+from tiers.cache import TieredCache
+from tiers.copies import HostCopy
+from tiers.host import HostTier
+from tiers.keys import token_bytes
+from tiers.match import Match
+from tiers.residency import Lowering, Residency, Stream, StreamStats
+from tiers.restore import Restore
+from tiers.tree import Node
+
+TAIL_CHUNKS = 2
+LINK_MEMORY = 0.99  # of the best rate, at each new one
+
+log = logging.getLogger("downcore.engine")
+
+
+class Streaming:
+    """Decides for the scheduler; `residency` moves the blocks."""
+
+    def __init__(self, cache: TieredCache, residency: Residency, config: EngineConfig) -> None:
+        self.cache = cache
+        self.device = cache.device
+        self.residency = residency
+        self.growth_window = config.growth_window
+        self.share = config.stream_share
+        self.min_tokens_per_s = config.min_tokens_per_s
+        self.chunk_blocks = residency.chunk_blocks
+        self.stats = StreamStats()  # of all forwards
+        self.bytes_per_s: float | None = None  # of late, from below the device
+        self.link_bytes_per_s: float | None = None  # the best of late
+        self._reserved: dict[Stream, int] = {}  # blocks below that each may come to need
+
+    def wants(self, max_len: int) -> bool:
+        """Whether a sequence that may become so long is larger than the device."""
+        return self.device.blocks_for(max_len) > self.device.num_usable_blocks
+
+    def capacity_error(self, max_len: int, n: int) -> str | None:
+        """Why a sequence larger than the device could never run; None where it could."""
+        total = self.device.blocks_for(max_len)
+        tail = TAIL_CHUNKS * self.chunk_blocks + (n - 1) * (self.chunk_blocks + 1)
+        if tail > self.device.num_usable_blocks:
+            usable = self.device.num_usable_blocks
+            return f"a sequence larger than the device needs {tail} resident blocks at least; the device has {usable}"
+        if total * n > self.residency.most_blocks:
+            rooms = f"the device has {self.device.num_usable_blocks}, the tiers below it {self.residency.most_blocks}"
+            return (
+                f"{max_len} tokens with the answer and n = {n} need {total * n} blocks of {self._size} tokens; {rooms}"
+            )
+        return None
+
+    def rate_error(self, max_len: int) -> str | None:
+        """Why a sequence would be slower than the floor that the operator sets; None where it would not, or not yet
+        known: the first one is how the link becomes known."""
+        if not self.min_tokens_per_s or self.bytes_per_s is None or not self.wants(max_len):
+            return None
+        sharing = 1 + len(self._reserved)
+        below = self.device.blocks_for(max_len) - self.device.num_usable_blocks
+        streamed = max(0, below) * self.device.layout.block_bytes
+        rate = self.bytes_per_s / max(1, streamed) / sharing
+        if rate >= self.min_tokens_per_s:
+            return None
+        link = f"{self.bytes_per_s:.0f} bytes a second shared by {sharing}"
+        floor = f"{rate:.2f} tokens a second, below the floor of {self.min_tokens_per_s}"
+        return f"{max_len} tokens would stream {streamed} bytes a token at {link}: {floor}"
+
+    def fetch(self, match: Match) -> Restore | None:
+        """Begins to bring records that the match goes on with to the host tier, to be read in place."""
+        lifter = self.cache.lifter
+        if lifter is None or match.deeper is None or self._attachable(match).resume_len > match.resume_len:
+            return None
+        return lifter.start(match.deeper.nodes)
+
+    def acquire(self, sequence: Sequence, match: Match) -> Match | None:
+        """Takes what a streamed sequence holds from the start, and attaches what is known of its prompt where it lies.
+
+        Returns what it resumes from, or None with nothing held. Siblings' tails and slots are the caller's.
+        """
+        request, device = sequence.request, self.device
+        match = self._attachable(match)
+        known = list(match.nodes)
+        total = device.blocks_for(min(request.max_len, len(sequence.token_ids) + self.growth_window))
+        tail = min(TAIL_CHUNKS * self.chunk_blocks, total - len(known))
+        siblings = len(sequence.siblings) * (device.blocks_for(request.max_len) - request.prompt_len // self._size)
+        available = device.num_available_blocks - sum(node.is_cached for node in known)
+        need = device.blocks_for(request.max_len) * (1 + len(sequence.siblings))
+        room = self.residency.most_blocks - sum(self._reserved.values())
+        if tail + min(siblings, len(sequence.siblings) * (self.chunk_blocks + 1)) > available or need > room:
+            return None
+        resident = 0
+        if all(node.block_id is not None for node in known):
+            spare = int(self.share * (available - tail)) // self.chunk_blocks * self.chunk_blocks
+            resident = max(0, min(spare, (total - len(known) - tail) // self.chunk_blocks * self.chunk_blocks))
+        stream = Stream(len(known) + resident)
+        sequence.stream = stream
+        self._reserved[stream] = need
+        sequence.resources.hold("stream", id(stream), lambda: self._ended(stream))
+        for node in known:
+            sequence.block_table.append(self._attach(sequence, stream, node))
+        sequence.nodes = known
+        sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
+        sequence.slot = device.take_slot(sequence.resources, known[-1] if known and known[-1].checkpoint else None)
+        sequence.computed_len = match.resume_len
+        if device.layout.slots and known and known[-1].checkpoint is None:
+            self.residency.load_state(known[-1], sequence.slot)
+            stream.has_state = True
+        if request.admitted is None:
+            request.restored_host += len(stream.below) * self._size
+        return match
+
+    def settle(self, running: list[Sequence], in_flight: Sequence | None) -> None:
+        """Takes in what has moved, and begins what is to move, of all but the one whose forward is in flight."""
+        for sequence in running:
+            if sequence.stream is not None and sequence is not in_flight:
+                self._settle(sequence, sequence.stream)
+
+    def _settle(self, sequence: Sequence, stream: Stream) -> None:
+        if stream.lowering is not None:
+            if not stream.lowering.is_done:
+                return
+            self._take_in(sequence, stream, stream.lowering)
+        per_chunk, table = self.chunk_blocks, sequence.block_table
+        whole_len = (stream.tail + per_chunk) * self._size
+        if sequence.computed_len >= whole_len and not stream.has_failed:
+            stream.lowering = self.residency.begin(sequence.id, table, sequence.nodes, stream.tail)
+            stream.is_stuck = stream.lowering is None
+        longest = min(sequence.request.max_len, len(sequence.token_ids) + self.growth_window)
+        end = min(self.device.blocks_for(longest), stream.tail + TAIL_CHUNKS * per_chunk)
+        missing = min(end - len(table), self.device.num_available_blocks)
+        if missing > 0:
+            table += self.device.take_blocks(sequence.resources, missing)
+
+    def can_run(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next rows have their blocks."""
+        end = sequence.computed_len + 1
+        if sequence.in_prompt:
+            end = min(sequence.computed_len + self.device.grid, sequence.request.prompt_len)
+        return len(sequence.block_table) * self._size >= end
+
+    def make_room(self, running: list[Sequence]) -> bool:
+        """Begins to move resident chunks of a streamed sequence down; whether any is on its way."""
+        for sequence in running:
+            stream = sequence.stream
+            if stream is None:
+                continue
+            if stream.lowering is not None:
+                return True
+            first = self._deepest_resident(sequence, stream)
+            if first is not None and not stream.has_failed and sequence.computed_len >= stream.tail * self._size:
+                stream.lowering = self.residency.begin(sequence.id, sequence.block_table, sequence.nodes, first)
+                if stream.lowering is not None:
+                    return True
+        return False
+
+    def keep_state(self, sequence: Sequence, position: int) -> None:
+        """A chunk of the tail has been computed, and the state after it, now in the slot, is worth keeping."""
+        assert sequence.stream is not None
+        assert sequence.slot is not None
+        copy = self.residency.save_state(sequence.resources, sequence.slot)
+        if copy is not None:
+            sequence.stream.states[position] = copy
+
+    def fork(self, lead: Sequence, sibling: Sequence) -> None:
+        """A sibling has below it what its lead has; it holds the same."""
+        assert lead.stream is not None
+        stream = Stream(lead.stream.tail, list(lead.stream.below))
+        sibling.stream = stream
+        self._reserved[stream] = 0  # the lead's admission counted all choices
+        sibling.resources.hold("stream", id(stream), lambda: self._ended(stream))
+        for below in stream.below:
+            self.residency.hold(sibling.resources, below)
+
+    def saw(self, stream: Stream, read: StreamStats) -> None:
+        """A forward has read so much from below."""
+        stream.last_row = read
+        stream.stats.add(read)
+        self.stats.add(read)
+        rate = read.bytes_per_s
+        if rate is not None:
+            self.link_bytes_per_s = max(rate, LINK_MEMORY * (self.link_bytes_per_s or 0.0))
+            self.bytes_per_s = rate if self.bytes_per_s is None else 0.7 * self.bytes_per_s + 0.3 * rate
+
+    @property
+    def _size(self) -> int:
+        return self.device.layout.block_size
+
+    def _attachable(self, match: Match) -> Match:
+        """The match with its deeper part, where all of that can be read in place: on the device or in the host tier."""
+        deeper = match.deeper
+        if deeper is None or self.residency.host is None:
+            return replace(match, deeper=None)
+        last = deeper.nodes[-1]
+        has_state = not self.device.layout.slots or last.checkpoint is not None or last.host_state is not None
+        if not has_state or any(node.block_id is None and node.host_block is None for node in deeper.nodes):
+            return replace(match, deeper=None)
+        return Match((*match.nodes, *deeper.nodes), deeper.resume_len, match.known_len, match.end, None)
+
+    def _attach(self, sequence: Sequence, stream: Stream, node: Node) -> int:
+        if node.block_id is not None:
+            self.device.share_block(sequence.resources, node.block_id, node)
+            return node.block_id
+        assert node.host_block is not None
+        self.residency.hold(sequence.resources, node.host_block)
+        stream.below.append(node.host_block)
+        (block_id,) = self.residency.ids(node.host_block)
+        return block_id
+
+    def _deepest_resident(self, sequence: Sequence, stream: Stream) -> int | None:
+        """Position of the last grid chunk before the tail that is on the device."""
+        first_host, per_chunk = self.residency.space.first_host, self.chunk_blocks
+        for first in range(stream.tail - per_chunk, -1, -per_chunk):
+            if sequence.block_table[first + per_chunk - 1] < first_host:
+                return first
+        return None
+
+    def _take_in(self, sequence: Sequence, stream: Stream, lowering: Lowering) -> None:
+        stream.lowering = None
+        if lowering.error is not None:
+            log.warning("blocks of %s could not move down: %s", sequence.id, lowering.error)
+            self.residency.end(lowering)
+            stream.is_stuck = stream.has_failed = True
+            return
+        self.residency.apply(lowering, sequence.resources, sequence.block_table)
+        stream.below += lowering.below
+        host = self.residency.host
+        if lowering.first == stream.tail:
+            stream.tail += self.chunk_blocks
+            if host is not None and isinstance(lowering.below[0], HostCopy):
+                self._publish(sequence, stream, lowering, host)
+        elif host is not None:
+            self._keep_blocks(sequence.nodes[lowering.first :], lowering, host)
+        self.residency.end(lowering)
+
+    def _keep_blocks(self, nodes: list[Node], lowering: Lowering, host: HostTier) -> None:
+        """The copies of blocks that the tree knows are the tree's."""
+        for node, copy in zip(nodes, lowering.below, strict=False):
+            if isinstance(copy, HostCopy) and node.parent is not None and node.host_block is None:
+                host.keep_block(node, copy)
+
+    def _publish(self, sequence: Sequence, stream: Stream, lowering: Lowering, host: HostTier) -> None:
+        """A grid chunk of the prompt that went to the host tier becomes the tree's there, with its checkpoint."""
+        nodes, size, first = sequence.nodes, self._size, lowering.first
+        end = (first + self.chunk_blocks) * size
+        is_whole = len(nodes) == first and not (nodes and nodes[-1].parent is None)
+        if end > sequence.request.prompt_len or not is_whole:
+            return
+        tree, namespace = self.device.tree, sequence.request.submit.namespace
+        parent = nodes[-1] if nodes else self.device.root(namespace)
+        for offset, copy in enumerate(lowering.below):
+            assert isinstance(copy, HostCopy)
+            start = (first + offset) * size
+            tokens = token_bytes(sequence.token_ids[start : start + size])
+            node = tree.child(parent, tokens) or tree.add(parent, tokens)
+            if node is None:
+                return
+            if node.host_block is None:
+                host.keep_block(node, copy)
+            node.gap_s = sequence.request.gap_s
+            nodes.append(node)
+            parent = node
+        state = stream.states.pop(end, None)
+        if state is not None:
+            if parent.host_state is None:
+                host.keep_state(parent, state)
+            sequence.resources.drop("host copy", state.chunks)
+        if state is not None or not self.device.layout.slots:
+            self.cache.offer(parent)
+
+    def _ended(self, stream: Stream) -> None:
+        del self._reserved[stream]
+        if stream.lowering is not None:
+            self.residency.abandon(stream.lowering)
+            stream.lowering = None

@@ -1,0 +1,351 @@
+"""One long context with ever less of it on the device: what its tokens cost, and whether its answers are still right.
+
+Each budget is a daemon of its own: everything resident first, then each share of the context with the rest in the
+host tier or on disk. What a token may cost at best is measured here too: the link below the device, and the pipeline
+that reads it as a forward does, checksum and copy included.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from downcore.v1 import admin_pb2, generation_pb2
+
+from ops.bench.load import Prompts, make_request
+from ops.child import ChildDaemon
+from ops.cli.client import ADMIN, GENERATION, Client, connect
+from ops.cli.errors import CliError, ExitCode
+from tiers.files import aligned_buffer
+from tiers.layout import Plane, StateLayout
+from tiers.resources import Resources
+from tiers.spill import Spill
+from tiers.spill_reader import SpillReader
+
+CALL_TIMEOUT_S = 86_400.0
+AIMS = 4  # at a length
+LONGEST_ANSWER = 16  # tokens: more than any right one has
+CHECKPOINT_SHARE = 0.25  # of a pool, the most that the engine gives to checkpoints
+RESERVED_SLOTS = 3  # a sequence's, padding's and the shadow
+LINK_BYTES = 256 << 20  # moved to measure a link
+NUM_STAGES = 8  # as the engine reads ahead
+LINK_PLANES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LongSettings:
+    """What to measure. `shares` are of the context; all of it is measured first, where `with_whole` says so."""
+
+    context_tokens: int
+    answer_tokens: int
+    shares: tuple[float, ...]
+    tiers: tuple[str, ...]  # host, disk
+    grid: int
+    threads: int
+    seed: int
+    with_whole: bool
+    questions: tuple[str, ...]  # needle, status; none: random tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes a second."""
+
+    memory: float  # copied from memory to memory by one thread
+    disk: float  # read from a file as the spill lays it out, page cache included
+    pipeline: float  # the same by the spill's reader: read, compared with checksums, copied out
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question whose only right answer is known."""
+
+    kind: str
+    prompt_tokens: int
+    expected: str
+    is_right: bool
+    prefill_s: float
+    token_s: float | None  # median time between tokens of the answer; None where it has one token
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetFigures:
+    """One daemon. Blocks and streamed bytes are those of a decoded token in the middle of the answer."""
+
+    tier: str  # resident, host or disk
+    share: float
+    pool_blocks: int
+    pool_bytes: int
+    context_blocks: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    prefill_tokens_per_s: float
+    token_s: float
+    streamed_bytes: int
+    limit_token_s: float | None  # what the slowest of link, pipeline and the resident step allows
+    engine_peak_bytes: int  # of resident memory
+    answers: tuple[Answered, ...]
+
+    @property
+    def of_limit(self) -> float | None:
+        """How many times the limit a token takes."""
+        return None if self.limit_token_s is None else self.token_s / self.limit_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class LongReport:
+    """One run."""
+
+    model: str
+    dtype: str
+    device: str
+    settings: LongSettings
+    links: Links
+    budgets: tuple[BudgetFigures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    kind: str
+    request: generation_pb2.GenerateRequest
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What came of one prompt."""
+
+    text: str
+    times_s: tuple[float, ...]
+    prompt_tokens: int
+    prefill_s: float
+    sequence: admin_pb2.Sequence | None  # None: the answer was too short to look
+
+
+class LongMeasurement:
+    """Figures of one model.
+
+    Args:
+        tell: called with what is being measured.
+    """
+
+    def __init__(self, model: Path, settings: LongSettings, tell: Callable[[str], None]) -> None:
+        self._model = model
+        self._settings = settings
+        self._tell = tell
+
+    def measure(self) -> LongReport:
+        """Everything resident, then every share in every tier.
+
+        Raises:
+            CliError: a daemon ended, or an answer is not as long as asked for.
+        """
+        self._tell("starting")
+        with ChildDaemon(self._model, ["--threads", str(self._settings.threads)]) as daemon:
+            info = daemon.wait_serving(lambda _: None)
+        if self._settings.context_tokens > info.max_context_tokens:
+            limit = f"{info.max_context_tokens:,}"
+            raise CliError(ExitCode.USAGE, f"a context of {self._settings.context_tokens:,} tokens is over {limit}")
+        block_bytes = info.block_size * info.bytes_per_token
+        with tempfile.TemporaryDirectory(prefix="downcore-bench-") as folder:
+            self._tell("the links below the device")
+            links = measure_links(Path(folder), block_bytes, self._settings.grid // info.block_size)
+            budgets = [self._budget(info, "resident", 1.0, Path(folder))] if self._settings.with_whole else []
+            resident_token_s = budgets[0].token_s if budgets else 0.0
+            for tier in self._settings.tiers:
+                for share in self._settings.shares:
+                    figures = self._budget(info, tier, share, Path(folder) / f"{tier} {share}")
+                    budgets.append(_with_limit(figures, links, resident_token_s))
+        return LongReport(info.model, info.dtype, info.device, self._settings, links, tuple(budgets))
+
+    def _budget(self, info: admin_pb2.GetServerInfoResponse, tier: str, share: float, folder: Path) -> BudgetFigures:
+        settings = self._settings
+        num_blocks = int(share * settings.context_tokens) // info.block_size + 2
+        block_bytes = info.block_size * info.bytes_per_token
+        slots_bytes = RESERVED_SLOTS * info.slot_bytes
+        pool_bytes = num_blocks * block_bytes + slots_bytes
+        if info.slot_bytes:
+            pool_bytes = max(int(pool_bytes / (1 - CHECKPOINT_SHARE)), 2 * slots_bytes)
+        below_bytes = (settings.context_tokens // info.block_size + 2 * settings.grid // info.block_size) * block_bytes
+        arguments = ["--pool-bytes", str(pool_bytes), "--max-sequences", "1", "--threads", str(settings.threads)]
+        arguments += ["--grid", str(settings.grid), "--stream-share", "1.0"]
+        if tier == "host":
+            arguments += ["--host-bytes", str(below_bytes)]
+        if tier == "disk":
+            arguments += ["--disk-path", str(folder), "--spill-bytes", str(below_bytes)]
+        with ChildDaemon(self._model, arguments) as daemon, connect(str(daemon.socket)) as client:
+            daemon.wait_serving(lambda _: None)
+            device = client.unary(f"{ADMIN}/ListTiers", admin_pb2.ListTiersRequest(), admin_pb2.ListTiersResponse, 60.0)
+            served: list[tuple[_Prompt, _Served]] = []
+            for prompt in self._prompts(client, info.vocab_size):
+                self._tell(f"{prompt.kind}, {share:.0%} resident" + (f", the rest: {tier}" if share < 1 else ""))
+                served.append((prompt, _serve(client, prompt.request)))
+            engine = client.unary(
+                f"{ADMIN}/GetServerInfo", admin_pb2.GetServerInfoRequest(), admin_pb2.GetServerInfoResponse, 60.0
+            )
+            peak_bytes = _peak_bytes(engine.engine_pid)
+            daemon.stop()
+        first = served[0][1]
+        if first.sequence is None:
+            raise CliError(ExitCode.FAILED, f"an answer ended after {len(first.times_s)} tokens: too few to measure")
+        residency = first.sequence.residency
+        return BudgetFigures(
+            tier=tier,
+            share=share,
+            pool_blocks=device.tiers[0].blocks,
+            pool_bytes=device.tiers[0].capacity_bytes,
+            context_blocks=-(-first.sequence.computed_tokens // info.block_size),
+            device_blocks=first.sequence.blocks,
+            host_blocks=residency.host_blocks,
+            disk_blocks=residency.disk_blocks,
+            prefill_tokens_per_s=first.prompt_tokens / first.prefill_s,
+            token_s=_token_s(first) or 0.0,
+            streamed_bytes=residency.streamed_bytes,
+            limit_token_s=None,
+            engine_peak_bytes=peak_bytes,
+            answers=tuple(_answered(prompt, one) for prompt, one in served if prompt.expected),
+        )
+
+    def _prompts(self, client: Client, vocab_size: int) -> Iterator[_Prompt]:
+        settings = self._settings
+        for kind in settings.questions:
+            chat, expected = self._question(client, kind)
+            request = generation_pb2.GenerateRequest(
+                chat=chat,
+                sampling=generation_pb2.SamplingParams(temperature=0.0),
+                stopping=generation_pb2.StoppingParams(max_tokens=LONGEST_ANSWER),
+            )
+            yield _Prompt(kind, request, expected)
+        if not settings.questions:
+            prompt = Prompts(settings.seed, vocab_size).fresh(settings.context_tokens - settings.answer_tokens)
+            yield _Prompt("random tokens", make_request(prompt, settings.answer_tokens), "")
+
+    def _question(self, client: Client, kind: str) -> tuple[generation_pb2.Chat, str]:
+        """As long as the context allows: what the generator aims at is met within a few percent, so it is corrected."""
+        longest = self._settings.context_tokens - LONGEST_ANSWER
+        aim, best = longest, None
+        for _ in range(AIMS):
+            made = _make_question(self._model, kind, self._settings.seed, int(aim))
+            messages = [generation_pb2.ChatMessage(**message) for message in made["messages"]]
+            chat = generation_pb2.Chat(messages=messages)
+            request = generation_pb2.TokenizeRequest(chat=chat)
+            counted = client.unary(f"{GENERATION}/Tokenize", request, generation_pb2.TokenizeResponse, 600.0)
+            num_tokens = len(counted.token_ids)
+            if num_tokens <= longest and (best is None or num_tokens > best[0]):
+                best = (num_tokens, chat, made["expected"])
+            aim *= 0.997 * longest / num_tokens
+        if best is None:
+            raise CliError(ExitCode.FAILED, f"no {kind} question is at most {longest:,} tokens long")
+        return best[1], best[2]
+
+
+def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
+    """Rates of this machine, each over LINK_BYTES.
+
+    Args:
+        folder: of the file that is read.
+        chunk_blocks: blocks of a grid chunk, of which one plane's part is read at a time.
+    """
+    source, target = np.ones(LINK_BYTES, np.uint8), np.zeros(LINK_BYTES, np.uint8)
+    began = time.perf_counter()
+    np.copyto(target, source)
+    memory = LINK_BYTES / (time.perf_counter() - began)
+    part_bytes = max(256, block_bytes // LINK_PLANES // 256 * 256)
+    layout = StateLayout(tuple(Plane(f"p{i}", "uint8", (part_bytes,)) for i in range(LINK_PLANES)), (), 1)
+    extent_bytes = chunk_blocks * layout.block_bytes
+    num_extents = max(1, LINK_BYTES // extent_bytes)
+    spill = Spill(layout, folder, chunk_blocks=chunk_blocks, num_extents=num_extents)
+    reader = SpillReader(spill, num_stages=NUM_STAGES, cache_bytes=0)
+    owner = Resources("bench")
+    images = [memoryview(os.urandom(layout.block_bytes)) for _ in range(chunk_blocks)]
+    for _ in range(num_extents):
+        extent = spill.take(owner)
+        assert extent is not None
+        spill.write(extent, images)
+    wanted = [(part, number) for part in layout.block_parts for number in range(num_extents)]
+    out = aligned_buffer(part_bytes * chunk_blocks)[: part_bytes * chunk_blocks]
+    began = time.perf_counter()
+    for part, number in wanted:
+        spill.read_unchecked(number, part, out)
+    disk_s = time.perf_counter() - began
+    began = time.perf_counter()
+    reader.announce(wanted)
+    for part, number in wanted:
+        reader.fill(out, part, list(range(number * chunk_blocks, (number + 1) * chunk_blocks)))
+    pipeline_s = time.perf_counter() - began
+    reader.close()
+    owner.release()
+    spill.close()
+    num_bytes = len(wanted) * len(out)
+    return Links(memory, num_bytes / disk_s, num_bytes / pipeline_s)
+
+
+def _serve(client: Client, request: generation_pb2.GenerateRequest) -> _Served:
+    """Puts one request, and looks at its sequence when its second token has come."""
+    texts: list[str] = []
+    times: list[float] = []
+    sequence, summary = None, None
+    for event in client.stream(f"{GENERATION}/Generate", request, generation_pb2.GenerateResponse, CALL_TIMEOUT_S):
+        kind = event.WhichOneof("event")
+        if kind == "chunk":
+            texts.append(event.chunk.text)
+            times += [time.perf_counter()] * len(event.chunk.token_ids)
+        elif kind == "summary":
+            summary = event.summary
+        if sequence is None and len(times) >= 2:
+            listed = client.unary(
+                f"{ADMIN}/ListSequences", admin_pb2.ListSequencesRequest(), admin_pb2.ListSequencesResponse, 600.0
+            )
+            sequence = next(iter(listed.sequences), None)
+    if summary is None or not times:
+        raise CliError(ExitCode.FAILED, "an answer ended without a token")
+    return _Served("".join(texts), tuple(times), summary.usage.prompt_tokens, summary.timings.prefill_s, sequence)
+
+
+def _token_s(served: _Served) -> float | None:
+    gaps = [after - before for before, after in pairwise(served.times_s)]
+    return median(gaps) if gaps else None
+
+
+def _answered(prompt: _Prompt, served: _Served) -> Answered:
+    return Answered(
+        kind=prompt.kind,
+        prompt_tokens=served.prompt_tokens,
+        expected=prompt.expected,
+        is_right=served.text.strip() == prompt.expected,
+        prefill_s=served.prefill_s,
+        token_s=_token_s(served),
+    )
+
+
+def _with_limit(figures: BudgetFigures, links: Links, resident_token_s: float) -> BudgetFigures:
+    link_s = figures.streamed_bytes / (links.memory if figures.tier == "host" else links.disk)
+    pipeline_s = figures.streamed_bytes / links.pipeline if figures.tier == "disk" else 0.0
+    return replace(figures, limit_token_s=max(link_s, pipeline_s, resident_token_s))
+
+
+def _make_question(model: Path, kind: str, seed: int, aim: int) -> dict[str, Any]:
+    """From the generator that ships with the model, in a process of its own: a note or a state in a long text."""
+    script = model / "make_needle.py"
+    command = [sys.executable, str(script), str(seed), str(aim), "0.5", *(["status"] * (kind == "status"))]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise CliError(ExitCode.FAILED, f"{script} makes no question: {made.stderr.strip()[-200:]}")
+    return json.loads(made.stdout)
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most memory that a process has had resident."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0

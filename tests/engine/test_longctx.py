@@ -1,0 +1,317 @@
+"""Sequences larger than the device among others: cancelled at random, losing blocks, refused, forked."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from daemon.engine.sequence import Sequence
+from daemon.errors import ErrorReason
+from daemon.messages import Abort, Answer, Query, QueryKind
+from tests.campaigns.budget import seeds
+from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
+from tests.engine.invented import Invented, Oracle
+from tests.engine.memory_store import MemoryStore
+from tests.engine.test_tiers import prompt_of
+from tiers.spill import SpillError
+
+ORACLE = Oracle(INVENTED, BLOCK)
+LONG = 20 * GRID  # tokens; the device of these tests has some five grid chunks
+
+
+def small(num_chunks: int = 0, folder: Path | None = None, **more: object) -> Harness:
+    """Ten blocks' worth of device; a host tier of so many chunks, a spill where there is a folder."""
+    layout = INVENTED.layout(BLOCK)
+    settings: dict[str, object] = {"num_blocks": 11, "max_sequences": 4, "num_chunks": num_chunks, **more}
+    if folder is not None:
+        settings |= {"disk_path": str(folder), "spill_bytes": 400 * layout.block_bytes}
+    return Harness(**settings)  # type: ignore[arg-type]
+
+
+def sequence_of(harness: Harness, request_id: str) -> Sequence:
+    return harness.engine.requests[request_id][0]
+
+
+def below(harness: Harness, request_id: str) -> int:
+    """Blocks of a request that are not on the device."""
+    return sum(block >= harness.device.blocks.size for block in sequence_of(harness, request_id).block_table)
+
+
+@pytest.mark.parametrize("tier", ["host", "spill", "both"])
+def test_a_sequence_larger_than_the_device_is_served(tier: str, tmp_path: Path) -> None:
+    chunks = {"host": 200, "spill": 0, "both": 20}[tier]
+    harness = small(chunks, None if tier == "host" else tmp_path)
+    for length in (LONG - 1, LONG, LONG + 1, LONG + BLOCK + 1):
+        prompt = prompt_of(length, length)
+        harness.submit(f"r{length}", prompt, 3 * GRID, ignore_eos=True)
+        while not harness.tokens[(f"r{length}", 0)]:
+            harness.step()
+        assert below(harness, f"r{length}") > LONG // BLOCK // 2
+        harness.run()
+        assert harness.tokens[(f"r{length}", 0)] == ORACLE.answer(prompt, 3 * GRID, stop_at_eos=False)
+        harness.assert_idle_books()
+
+
+def test_the_tables_say_where_its_blocks_are_and_every_byte_has_an_owner(tmp_path: Path) -> None:
+    harness = small(20, tmp_path)
+    harness.submit("r", prompt_of(LONG, 1), 3 * GRID, ignore_eos=True)
+    while len(harness.tokens[("r", 0)]) < 2 * GRID + 2:
+        harness.step()
+    for query_id, kind in enumerate((QueryKind.SEQUENCES, QueryKind.LEDGER)):
+        harness.engine.handle(Query(query_id, kind))
+    sequences, ledger = (message for message in harness.other if isinstance(message, Answer))
+    (row,) = sequences.sequences
+    assert row.stream is not None
+    table = sequence_of(harness, "r").block_table
+    layout, stream = harness.device.layout, row.stream
+    assert stream.device_blocks + stream.host_blocks + stream.disk_blocks == len(table)
+    assert stream.host_blocks > 0
+    assert stream.disk_blocks > 0
+    read_blocks = stream.host_blocks + stream.disk_blocks
+    assert 0 < stream.streamed_bytes <= read_blocks * layout.block_bytes
+    assert stream.bytes_per_s is not None
+    assert stream.link_bytes_per_s is not None
+    assert stream.bytes_per_s <= stream.link_bytes_per_s
+    assert ledger.balanced, ledger.findings
+    by_owner = {(entry.tier, entry.kind, entry.owner): entry.count for entry in ledger.ledger}
+    assert not any(owner == "astray" for _, _, owner in by_owner)
+    assert by_owner["disk", "spill", "r/0"] * GRID // BLOCK == stream.disk_blocks
+    private = sum(block >= harness.device.blocks.size for block in table[LONG // BLOCK :])
+    assert private > 0
+    harness.run()
+    harness.assert_idle_books()
+
+
+def test_choices_of_a_sequence_larger_than_the_device_share_what_is_below(tmp_path: Path) -> None:
+    harness = small(400, tmp_path, num_blocks=24, num_slots=24)
+    prompt = prompt_of(LONG + 3, 5)
+    harness.submit("r", prompt, 2 * GRID, n=3, temperature=1.0, seed=7, ignore_eos=True)
+    while len(harness.tokens[("r", 2)]) < 2:
+        harness.step()
+    tables = [[b for b in s.block_table if b >= harness.device.blocks.size] for s in harness.engine.requests["r"]]
+    assert len(set(tables[0]) & set(tables[1]) & set(tables[2])) > 10
+    harness.run()
+    for choice in range(3):
+        answer = ORACLE.answer(prompt, 2 * GRID, seed=7 + choice, temperature=1.0, stop_at_eos=False)
+        assert harness.tokens[("r", choice)] == answer
+    harness.assert_idle_books()
+
+
+def test_a_prompt_that_went_below_is_a_prefix_for_the_next(tmp_path: Path) -> None:
+    harness = small(200)
+    prompt = prompt_of(LONG + 3, 5)
+    for name in ("cold", "hit"):
+        harness.submit(name, prompt, 4, ignore_eos=True)
+        harness.run()
+        assert harness.tokens[(name, 0)] == ORACLE.answer(prompt, 4, stop_at_eos=False)
+    assert harness.usage["cold"].cached_host == 0
+    usage = harness.usage["hit"]
+    assert usage.cached_host + usage.cached_device == LONG
+    assert usage.cached_host > LONG // 2
+    harness.assert_idle_books()
+
+
+def test_what_went_below_is_written_to_disk_and_serves_after_a_restart() -> None:
+    store = MemoryStore()
+    harness = small(200, store=store)
+    prompt = prompt_of(LONG + 3, 5)
+    harness.submit("cold", prompt, 4, ignore_eos=True)
+    harness.run()
+    assert len(store.records) > LONG // BLOCK // 2
+    again = small(200, store=store)
+    again.submit("hit", prompt, 4, ignore_eos=True)
+    again.run()
+    assert again.usage["hit"].cached_host == LONG or again.usage["hit"].cached_disk == LONG
+    assert again.tokens[("hit", 0)] == harness.tokens[("cold", 0)]
+    again.assert_idle_books()
+    large = Harness(store=store)
+    large.submit("hit", prompt, 4, ignore_eos=True)
+    large.run()
+    assert large.usage["hit"].cached_disk == LONG
+    assert large.tokens[("hit", 0)] == harness.tokens[("cold", 0)]
+
+
+def test_small_ones_run_beside_it_and_it_gives_way(tmp_path: Path) -> None:
+    harness = small(300, tmp_path, stream_share=1.0)
+    giant, others = prompt_of(LONG + 3, 5), [prompt_of(2 * GRID + i, 60 + i) for i in range(4)]
+    harness.submit("giant", giant, 40, ignore_eos=True)
+    while not harness.tokens[("giant", 0)]:
+        harness.step()
+    resident = sum(block < 11 for block in sequence_of(harness, "giant").block_table)
+    for i, prompt in enumerate(others):
+        harness.submit(f"s{i}", prompt, 3, ignore_eos=True)
+    while ("s0", 0) not in harness.finished:
+        harness.step()
+    assert ("giant", 0) not in harness.finished, "the small one waited for the giant's end"
+    assert sequence_of(harness, "giant").request.preemptions == 0
+    assert sum(block < 11 for block in sequence_of(harness, "giant").block_table) <= resident
+    harness.run()
+    assert harness.tokens[("giant", 0)] == ORACLE.answer(giant, 40, stop_at_eos=False)
+    for i, prompt in enumerate(others):
+        assert harness.tokens[(f"s{i}", 0)] == ORACLE.answer(prompt, 3, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("tier", ["host", "spill"])
+def test_a_small_one_draws_a_token_in_every_step_beside_a_giant(tier: str, tmp_path: Path) -> None:
+    """Between two of its tokens lies one slice of the giant's row at most, while the giant gets on."""
+    harness = small(300 if tier == "host" else 0, tmp_path if tier == "spill" else None)
+    harness.submit("giant", prompt_of(LONG + 3, 5), 400, ignore_eos=True)
+    while not harness.tokens[("giant", 0)]:
+        harness.step()
+    harness.submit("small", prompt_of(BLOCK, 6), GRID, ignore_eos=True)
+    while not harness.tokens[("small", 0)]:
+        harness.step()
+    before, steps, num_tokens = len(harness.tokens[("giant", 0)]), 0, len(harness.tokens[("small", 0)])
+    while ("small", 0) not in harness.finished:
+        harness.step()
+        steps += 1
+    assert steps == GRID - num_tokens
+    assert len(harness.tokens[("giant", 0)]) > before
+    assert harness.tokens[("small", 0)] == ORACLE.answer(prompt_of(BLOCK, 6), GRID, stop_at_eos=False)
+    harness.engine.handle(Abort("giant"))
+    harness.run()
+    harness.assert_idle_books()
+
+
+def test_giants_take_turns(tmp_path: Path) -> None:
+    harness = small(400, tmp_path, num_blocks=24)
+    for name in ("one", "other"):
+        harness.submit(name, prompt_of(LONG + 3, len(name)), 60, ignore_eos=True)
+    while not (harness.tokens[("one", 0)] and harness.tokens[("other", 0)]):
+        harness.step()
+    before = [len(harness.tokens[(name, 0)]) for name in ("one", "other")]
+    while min(len(harness.tokens[(name, 0)]) for name in ("one", "other")) < max(before) + GRID:
+        harness.step()
+        made = [len(harness.tokens[(name, 0)]) - had for name, had in zip(("one", "other"), before, strict=True)]
+        assert ("one", 0) in harness.finished or ("other", 0) in harness.finished or abs(made[0] - made[1]) <= 1
+    harness.run()
+    for name in ("one", "other"):
+        assert harness.tokens[(name, 0)] == ORACLE.answer(prompt_of(LONG + 3, len(name)), 60, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("seed", seeds(fraction=3, full=30))
+def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int, tmp_path: Path) -> None:
+    """Each seed interleaves 20 giants with 40 small ones and cancels half of them, in any state, on slow threads."""
+    rng = random.Random(seed)
+    tier = rng.choice(["host", "spill", "both"])
+    chunks = {"host": 400, "spill": 0, "both": rng.randint(20, 120)}[tier]
+    harness = small(
+        chunks,
+        None if tier == "host" else tmp_path,
+        num_blocks=rng.randint(11, 18),
+        slow=rng,
+        stream_share=rng.random(),
+    )
+    expected: dict[str, list[int]] = {}
+    doomed: set[str] = set()
+    waiting = [f"{kind}{i}" for i in range(20) for kind in ("giant", "small", "tiny")]
+    rng.shuffle(waiting)
+    while waiting or not (harness.engine.is_idle and harness.engine.cache.is_settled):
+        if waiting and rng.random() < 0.3 and len(harness.engine.requests) < 5:
+            name = waiting.pop()
+            length = LONG // 2 + rng.randint(0, LONG // 2) if "giant" in name else rng.randint(1, 2 * GRID)
+            prompt, max_tokens = prompt_of(length, rng.randrange(6)), rng.randint(1, GRID)
+            expected[name] = ORACLE.answer(prompt, max_tokens, stop_at_eos=False)
+            harness.submit(name, prompt, max_tokens, ignore_eos=True)
+        harness.step()
+        if harness.engine.requests and rng.random() < 0.04:
+            name = rng.choice(list(harness.engine.requests))
+            doomed.add(name)
+            harness.engine.handle(Abort(name))
+            harness.engine.check()
+    assert doomed
+    assert not harness.rejected
+    for name, answer in expected.items():
+        got = harness.tokens[(name, 0)]
+        assert got == (answer[: len(got)] if name in doomed else answer), name
+    harness.assert_idle_books()
+
+
+def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = small(0, tmp_path)
+    prompt = prompt_of(LONG + 3, 5)
+    harness.submit("r", prompt, 3 * GRID, ignore_eos=True)
+    while len(harness.tokens[("r", 0)]) < 2 * GRID:
+        harness.step()
+    residency = harness.engine.cache.residency
+    assert residency is not None
+    spill = residency.spill
+    assert spill is not None
+    read, failures = spill.read, [SpillError("read: the disk is gone")]
+
+    def failing(blocks: object, part: object, out: object) -> None:
+        if failures:
+            raise failures.pop()
+        read(blocks, part, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(spill, "read", failing)
+    sent = list(harness.tokens[("r", 0)])
+    while failures:
+        harness.step()
+    assert sequence_of(harness, "r").request.preemptions == 1
+    harness.run()
+    assert harness.tokens[("r", 0)][: len(sent)] == sent
+    assert harness.tokens[("r", 0)] == ORACLE.answer(prompt, 3 * GRID, stop_at_eos=False)
+    assert not harness.rejected
+    harness.assert_idle_books()
+
+
+def test_a_disk_that_takes_no_block_ends_that_sequence_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = small(0, tmp_path, num_blocks=16)
+    spill = harness.engine.cache.residency.spill if harness.engine.cache.residency is not None else None
+    assert spill is not None
+
+    def full(extent: object, images: object) -> None:
+        raise SpillError("write: no space left")
+
+    monkeypatch.setattr(spill, "write", full)
+    harness.submit("giant", prompt_of(LONG, 1), 4)
+    harness.submit("small", prompt_of(5, 2), 3, ignore_eos=True)
+    harness.run()
+    assert harness.rejected["giant"].reason is ErrorReason.NO_CAPACITY
+    assert harness.tokens[("small", 0)] == ORACLE.answer(prompt_of(5, 2), 3, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
+def test_capacity_is_exact_to_the_block() -> None:
+    """The tiers below take 40 blocks: 160 tokens with the answer, and not one more."""
+    for max_tokens, is_taken in ((1, True), (4, True), (5, False)):
+        harness = small(40)
+        prompt = prompt_of(156, 3)
+        harness.submit("r", prompt, max_tokens, ignore_eos=True)
+        harness.run()
+        assert ("r" in harness.rejected) is not is_taken
+        if is_taken:
+            assert harness.tokens[("r", 0)] == ORACLE.answer(prompt, max_tokens, stop_at_eos=False)
+        else:
+            assert "need 41 blocks" in harness.rejected["r"].message
+            assert harness.engine.steps <= 1
+        harness.assert_idle_books()
+
+
+def test_what_would_be_slower_than_the_floor_is_refused_with_the_figures() -> None:
+    harness = small(400, min_tokens_per_s=1.0)
+    harness.submit("first", prompt_of(LONG, 1), 2, ignore_eos=True)
+    harness.run()
+    assert harness.engine.scheduler.streaming is not None
+    harness.engine.scheduler.streaming.bytes_per_s = 1000.0
+    harness.submit("slow", prompt_of(LONG, 2), 2, ignore_eos=True)
+    refused = harness.rejected["slow"]
+    assert refused.reason is ErrorReason.NO_CAPACITY
+    assert "bytes a token at 1000 bytes a second shared by 1" in refused.message
+    assert refused.retry_after_s is not None
+    harness.assert_idle_books()
+
+
+def test_without_lower_tiers_or_a_model_that_can_it_is_refused_as_ever() -> None:
+    resident = Invented()
+    resident.caps = replace(resident.caps, streaming=False)
+    for harness in (small(0), small(200, stream_blocks=False), small(200, model=resident)):
+        harness.submit("r", prompt_of(LONG, 1), 2)
+        assert "the device has 10" in harness.rejected["r"].message
+        harness.assert_idle_books()

@@ -1,0 +1,173 @@
+"""Blocks of live sequences on disk: a file of extents, each one grid chunk of blocks, plane by plane.
+
+A record (FORMAT.md) has all layers of a block under one checksum, which no layer's part could be read without. Here
+the parts of one plane lie side by side, so that a layer reads its keys of a whole grid chunk in one piece:
+
+    extent = [plane][block][part of the block's image], each plane's stretch beginning at a multiple of a sector
+
+A checksum of every part is kept in memory and compared on every read. Planes that are read whole for every row (index
+keys) are kept in memory themselves, beside the file. Nothing here outlives the process: the file
+has no name, nothing is synced, and a sequence that loses an extent computes it again.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tiers.id_pool import IdPool
+from tiers.layout import Part, StateLayout
+from tiers.resources import Resources
+
+MOST_BLOCKS = 1024  # of a grid chunk: the pieces of one system call
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One grid chunk of blocks in the file."""
+
+    number: int
+
+
+class SpillError(Exception):
+    """Bytes of the spill cannot be read or written, or are not those that were written."""
+
+
+class Spill:
+    """Books and bytes. Books on the thread of the engine; `write` and `read` on any.
+
+    Args:
+        folder: where the file lies; it is unlinked at once.
+    """
+
+    def __init__(self, layout: StateLayout, folder: Path, *, chunk_blocks: int, num_extents: int) -> None:
+        self.parts = {part.name: index for index, part in enumerate(layout.block_parts)}
+        self.layout = layout
+        self.chunk_blocks = chunk_blocks
+        self.extents = IdPool(num_extents)
+        self.generations = [0] * num_extents  # of what each holds: no cache may take one for another
+        self.extent_bytes = chunk_blocks * layout.block_bytes
+        self._checks: NDArray[np.uint64] = np.zeros((num_extents, len(self.parts), chunk_blocks), np.uint64)
+        self._kept: dict[str, dict[int, bytes]] = {plane.name: {} for plane in layout.planes if plane.is_scanned}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open for as long as the engine lives
+        self._fd = self._file.fileno()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit."""
+        return self.extents.size * self.chunk_blocks
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for the planes that are kept, once all extents have been written."""
+        kept = [part for part in self.layout.block_parts if part.name in self._kept]
+        return self.num_blocks * sum(part.num_bytes for part in kept)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of extents that somebody holds."""
+        return self.extents.num_held * self.extent_bytes
+
+    def is_kept(self, part: Part) -> bool:
+        """Whether reading this plane asks nothing of the disk."""
+        return part.name in self._kept
+
+    def take(self, resources: Resources) -> Extent | None:
+        """An extent to be written; None where all are held."""
+        if not self.extents.num_free:
+            return None
+        (number,) = self.extents.take(1)
+        resources.hold("spill extent", number, lambda: self.extents.release(number))
+        self.generations[number] += 1
+        return Extent(number)
+
+    def hold(self, resources: Resources, extent: Extent) -> None:
+        """One more owner."""
+        self.extents.share(extent.number)
+        resources.hold("spill extent", extent.number, lambda: self.extents.release(extent.number))
+
+    def write(self, extent: Extent, images: Sequence[memoryview]) -> None:
+        """Fills an extent with the images of its blocks.
+
+        Raises:
+            SpillError: the disk does not take them.
+        """
+        assert len(images) == self.chunk_blocks <= MOST_BLOCKS
+        at = extent.number * self.extent_bytes
+        for index, part in enumerate(self.layout.block_parts):
+            pieces = [image[part.offset : part.offset + part.num_bytes] for image in images]
+            if part.name in self._kept:
+                self._kept[part.name][extent.number] = b"".join(pieces)
+                continue
+            self._checks[extent.number, index] = [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
+            try:
+                done = os.pwritev(self._fd, pieces, at + part.offset * self.chunk_blocks)
+            except OSError as error:
+                raise SpillError(f"write: {error.strerror or error}") from error
+            if done != part.num_bytes * len(pieces):
+                raise SpillError("write: the disk took a part only")
+
+    def read(self, blocks: Sequence[int], part: Part, out: memoryview) -> None:
+        """Parts of some blocks, one after the other, into `out`; blocks are counted from the first extent's first.
+
+        Raises:
+            SpillError: they cannot be read, or do not check.
+        """
+        size, index = part.num_bytes, self.parts[part.name]
+        assert len(out) == size * len(blocks)
+        first = 0
+        while first < len(blocks):
+            extent, begin = divmod(blocks[first], self.chunk_blocks)
+            last = first + 1
+            while last < len(blocks) and blocks[last] == blocks[last - 1] + 1 and blocks[last] % self.chunk_blocks:
+                last += 1
+            if part.name in self._kept:
+                kept = memoryview(self._kept[part.name][extent])
+                out[first * size : last * size] = kept[begin * size : (begin + last - first) * size]
+                first = last
+                continue
+            at = extent * self.extent_bytes + part.offset * self.chunk_blocks + begin * size
+            self._read(at, out[first * size : last * size])
+            for block in range(first, last):
+                check = xxhash.xxh3_64_intdigest(out[block * size : (block + 1) * size])
+                if check != int(self._checks[extent, index, begin + block - first]):
+                    raise SpillError("read: a checksum is wrong")
+            first = last
+
+    def read_unchecked(self, number: int, part: Part, out: memoryview) -> None:
+        """One plane's part of a whole extent, as the disk gives it: what a read costs without its checks.
+
+        Raises:
+            SpillError: it cannot be read.
+        """
+        self._read(number * self.extent_bytes + part.offset * self.chunk_blocks, out)
+
+    def astray(self, owners: Sequence[Resources]) -> list[str]:
+        """Extents that none of the owners holds."""
+        known = {number for resources in owners for number in resources.ids("spill extent")}
+        return [
+            f"spill extent {n} has no owner"
+            for n in range(self.extents.size)
+            if self.extents.refs(n) and n not in known
+        ]
+
+    def close(self) -> None:
+        """The file is gone."""
+        self._file.close()
+
+    def _read(self, at: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            try:
+                got = os.preadv(self._fd, [out[done:]], at + done)
+            except OSError as error:
+                raise SpillError(f"read: {error.strerror or error}") from error
+            if not got:
+                raise SpillError("read: the file ends")
+            done += got
