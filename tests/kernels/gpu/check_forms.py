@@ -9,6 +9,7 @@ from kernels.triton_forms import TRITON
 from tests.kernels.gpu.paged import DEVICE, make_pages, pool, randn, relative_error, shuffled_tables, write_rows
 
 BLOCK = 16
+FORMS = (TORCH.attention, TRITON.attention)
 
 
 def finish(steps):
@@ -28,14 +29,14 @@ def test_a_mixed_batch_equals_the_torch_form():
     sizes = AttentionSizes(BLOCK, 64, torch.bfloat16, 64)
     q = randn(57, 4, 64, seed=2)
     outs = [
-        finish(form.paged_attention(q, pages.k_plane, pages.v_plane, form.plan_attention(rows, sizes), 0.125))
-        for form in (TORCH, TRITON)
+        finish(form.attend(q, pages.k_plane, pages.v_plane, form.plan(rows, sizes), 0.125))
+        for form in FORMS
     ]
     assert relative_error(outs[1], outs[0]) < 8e-3
     decode = PagedRows(tables, tuple(n - 1 for n in lengths), (0, 1, 2, 3, 4))
     outs = [
-        finish(form.paged_attention(q[:4], pages.k_plane, pages.v_plane, form.plan_attention(decode, sizes), 0.125))
-        for form in (TORCH, TRITON)
+        finish(form.attend(q[:4], pages.k_plane, pages.v_plane, form.plan(decode, sizes), 0.125))
+        for form in FORMS
     ]
     assert relative_error(outs[1], outs[0]) < 8e-3
 
@@ -49,14 +50,14 @@ def test_latent_rows_select_and_attend_as_the_torch_forms_do():
     for num_rows in (1, 11):
         span = Span(length - num_rows, table, 64)
         q = randn(num_rows, 4, 48, seed=6)
-        outs = [form.mla_attention(q, latents, span, latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        outs = [form.latent(q, latents, span, latent_dim=32, scale=0.1) for form in FORMS]
         assert relative_error(outs[1], outs[0]) < 8e-3
         index_q, weights = randn(num_rows, 4, 32, seed=7), randn(num_rows, 4, seed=8, dtype=torch.float32)
         picked = [
-            form.select_keys(index_q, weights, index_keys, span, pool=pool_tokens, count=5) for form in (TORCH, TRITON)
+            form.select_keys(index_q, weights, index_keys, span, pool=pool_tokens, count=5) for form in FORMS
         ]
         assert torch.equal(picked[0].picks, picked[1].picks)
-        outs = [form.sparse_mla(q, latents, span, picked[0], latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        outs = [form.sparse_latent(q, latents, span, picked[0], latent_dim=32, scale=0.1) for form in FORMS]
         assert relative_error(outs[1], outs[0]) < 8e-3
 
 
@@ -67,10 +68,10 @@ def test_selected_heads_equal_the_torch_form():
     write_rows(index_keys, table, randn(50, 32, seed=10))
     span = Span(41, table, 64)
     index_q, weights = randn(9, 2, 32, seed=11), torch.ones(9, 2, device=DEVICE)
-    selection = TRITON.select_keys(index_q, weights, index_keys, span, pool=1, count=12)
+    selection = FORMS[1].select_keys(index_q, weights, index_keys, span, pool=1, count=12)
     q = randn(9, 2, 64, seed=12)
     outs = [
-        form.sparse_attention(q, pages.k_plane, pages.v_plane, span, selection, scale=0.125) for form in (TORCH, TRITON)
+        form.sparse(q, pages.k_plane, pages.v_plane, span, selection, scale=0.125) for form in FORMS
     ]
     assert relative_error(outs[1], outs[0]) < 8e-3
 
@@ -79,7 +80,7 @@ def test_before_the_first_pool_nothing_is_selected():
     index_keys = pool(1, [(BLOCK // 4, 32)], torch.bfloat16)[0]
     span = Span(0, torch.zeros(1, dtype=torch.int64, device=DEVICE), 64)
     args = (randn(3, 2, 32, seed=13), torch.ones(3, 2, device=DEVICE), index_keys, span)
-    assert (TRITON.select_keys(*args, pool=4, count=5).picks == -1).all()
+    assert (FORMS[1].select_keys(*args, pool=4, count=5).picks == -1).all()
 
 
 def test_the_form_follows_the_device_and_the_dtype():
