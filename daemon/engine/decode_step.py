@@ -67,7 +67,7 @@ class DecodeStep:
         self._forms = choose_kernels(facts.device, facts.dtype).rows
         self._inputs: dict[StepShape, StepInputs] = {}
         self._graphs: dict[StepShape, CapturedStep | None] = {}
-        self._memory = torch.cuda.graph_pool_handle() if captures else (0, 0)
+        self._memory: object = None  # the graphs' scratch, from the first one on
 
     def run(self, rows: list[DecodeRow]) -> Decoded:
         """One row of each sequence; returns when the tokens have arrived."""
@@ -86,6 +86,10 @@ class DecodeStep:
         tokens = ints(inputs.tokens[: len(rows)])
         drawn = tuple(None if row.draw is None else token for row, token in zip(rows, tokens, strict=True))
         return Decoded(output.logits[: len(rows)], drawn)
+
+    def graphs(self) -> list[CapturedStep]:
+        """Those that were captured."""
+        return [graph for graph in self._graphs.values() if graph is not None]
 
     def prepare(self, max_rows: int) -> None:
         """Captures the steps of short sequences, and proves that a replay gives the bytes of an eager step.
@@ -130,6 +134,8 @@ class DecodeStep:
 
     def _capture(self, shape: StepShape) -> CapturedStep | None:
         try:
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle()
             graph = CapturedStep(self._inputs_of(shape), self._compute, self._memory)
         except RuntimeError as error:
             end_if_sticky(error, self.pools.blocks.device)
