@@ -81,12 +81,11 @@ def main() -> int:
 def build(path: Path, num_layers: int | None) -> Built:
     """The model of a configuration on the first CUDA device, in bfloat16."""
     began = time.monotonic()
-    values = dict(read_json(path).values)
-    text = values.get("text_config", values)
-    assert isinstance(text, dict)
+    fields = read_json(path)
+    text = dict((fields.section("text_config") or fields).values)
     if num_layers is not None:
-        text = {**text, "num_hidden_layers": num_layers}
-        values = {**values, "text_config": text} if "text_config" in values else text
+        text["num_hidden_layers"] = num_layers
+    values = {**fields.values, "text_config": text} if fields.has("text_config") else text
     device = torch.device("cuda", 0)
     parameters = Parameters(device, torch.bfloat16)
     options = BuildOptions(torch.bfloat16, device, choose_tile(GRID, BLOCK))
