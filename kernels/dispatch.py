@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from kernels import (
     delta_mixer,
@@ -32,7 +33,7 @@ from kernels.hyper_connections import HyperMix, HyperRule, HyperWeights
 from kernels.indexer import Selection
 from kernels.key_tiles import BatchSpan
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights
-from kernels.moe import Activation, Routing, SigmoidRule
+from kernels.moe import Activation, Mixture, Routing, SigmoidRule
 from kernels.norms import RmsWeights
 from kernels.paged_attention import PagedRows
 from kernels.qk_rope import HeadNorms, Heads, Places
@@ -126,6 +127,7 @@ class RecurrentForms:
 class RowForms:
     """What looks at one row at a time."""
 
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     rms_norm: Callable[[Tensor, RmsWeights], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, RmsWeights], Tensor]
     activate: Callable[[Tensor, Activation], Tensor]
@@ -133,6 +135,8 @@ class RowForms:
     route_sigmoid: Callable[[Tensor, Tensor, SigmoidRule], Routing]
     experts: Callable[[Tensor, Routing, Tensor, Tensor, Activation], Tensor]
     expert_rows: Callable[[int], int]  # of so many choices a row: how many rows `experts` takes between two pauses
+    few_experts: Callable[[Tensor, Routing, Mixture], Tensor] | None  # routed and shared ones at once
+    few_rows: int  # the most that `few_experts` is for
     mix_streams: Callable[[Tensor, HyperWeights, HyperRule], HyperMix]
     inject: Callable[[Tensor, Tensor, HyperMix], Tensor]
     draw: Callable[[Tensor, SamplingRows], Tensor]
@@ -189,6 +193,7 @@ TORCH = Kernels(
         group_norm=_group_norm_in_torch,
     ),
     rows=RowForms(
+        linear=functional.linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         activate=moe.activate,
@@ -196,6 +201,8 @@ TORCH = Kernels(
         route_sigmoid=moe.route_sigmoid,
         experts=moe.grouped_experts,
         expert_rows=_slab_rows,
+        few_experts=None,
+        few_rows=0,
         mix_streams=hyper_connections.mix_streams,
         inject=hyper_connections.inject,
         draw=sampling_rows.draw_rows,

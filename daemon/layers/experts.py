@@ -16,6 +16,7 @@ from daemon.layers.steps import Steps
 from kernels.moe import (
     Activation,
     ActivationKind,
+    Mixture,
     Routing,
     SigmoidRule,
 )
@@ -94,6 +95,11 @@ class Experts:
         """The most rows of a call, with so many choices each."""
         return self._forms.expert_rows(top_k)
 
+    def few(self, rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch.Tensor | None:
+        """[rows, hidden] through a whole mixture; None where the form does not take so many rows at once."""
+        form = self._forms.few_experts
+        return form(rows, routing, mixture) if form is not None and rows.shape[0] <= self._forms.few_rows else None
+
     def __call__(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[rows, hidden] to the same."""
         return self._forms.experts(rows, routing, self.up, self.down, self.activation)
@@ -105,13 +111,13 @@ class SigmoidRouter:
     def __init__(self, scope: Scope, sizes: ExpertSizes, rule: SigmoidRule) -> None:
         self.rule = rule
         self.top_k = rule.top_k
-        self._route = scope.kernels.rows.route_sigmoid
+        self._forms = scope.kernels.rows
         self.weight = scope.tensor("gate.weight", sizes.num_experts, sizes.hidden, dtype=torch.float32)
         self.bias = scope.tensor("gate.e_score_correction_bias", sizes.num_experts, dtype=torch.float32)
 
     def __call__(self, rows: torch.Tensor) -> Routing:
         """Of [rows, hidden]."""
-        return self._route(functional.linear(rows.float(), self.weight), self.bias, self.rule)
+        return self._forms.route_sigmoid(self._forms.linear(rows.float(), self.weight, None), self.bias, self.rule)
 
 
 class SoftmaxRouter:
@@ -120,12 +126,13 @@ class SoftmaxRouter:
     def __init__(self, scope: Scope, sizes: ExpertSizes, *, top_k: int, renormalise: bool) -> None:
         self.top_k = top_k
         self.renormalise = renormalise
-        self._route = scope.kernels.rows.route_softmax
+        self._forms = scope.kernels.rows
         self.weight = scope.tensor("gate.weight", sizes.num_experts, sizes.hidden)
 
     def __call__(self, rows: torch.Tensor) -> Routing:
         """Of [rows, hidden]."""
-        return self._route(functional.linear(rows, self.weight), top_k=self.top_k, renormalise=self.renormalise)
+        logits = self._forms.linear(rows, self.weight, None)
+        return self._forms.route_softmax(logits, top_k=self.top_k, renormalise=self.renormalise)
 
 
 class Moe:
@@ -153,9 +160,20 @@ class Moe:
             if outs:
                 yield
             slab = hidden[first : first + num_rows]
-            out = self.experts(slab, self.router(slab))
-            outs.append(out if self.shared is None else out + self._shared(self.shared, slab))
+            routing = self.router(slab)
+            out = self._few(slab, routing)
+            if out is None:
+                out = self.experts(slab, routing)
+                out = out if self.shared is None else out + self._shared(self.shared, slab)
+            outs.append(out)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _few(self, slab: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+        """Routed and shared experts at once, where the form has that for so few rows."""
+        experts, shared = self.experts, self.shared
+        up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
+        mixture = Mixture(experts.up, experts.down, experts.activation, up, down, self.shared_gate)
+        return experts.few(slab, routing, mixture)
 
     def _shared(self, shared: Mlp, slab: torch.Tensor) -> torch.Tensor:
         out = shared(slab)
