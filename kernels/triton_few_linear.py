@@ -15,8 +15,8 @@ import triton.language as tl
 from torch.nn import functional
 
 FEW_ROWS = 4  # beyond it a library's product is as fast
-NUM_PROGRAMS = 512  # that keep the memory busy
-MOST_COLUMNS, PIECE = 8, 1024  # weights that a program holds at a time
+PIECE = 1024  # weights of a column that a program holds at a time
+WIDE = 4096  # columns from which a program takes two of them
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     out = torch.empty((num_rows, num_columns), dtype=weight.dtype, device=x.device)
-    columns = max(1, min(MOST_COLUMNS, triton.next_power_of_2(num_columns // NUM_PROGRAMS)))
+    columns = 2 if num_columns >= WIDE else 1
     _few_linear_kernel[(triton.cdiv(num_columns, columns),)](
         *(x, weight, bias, out, num_columns, x.stride(0)),
         WIDTH=width,

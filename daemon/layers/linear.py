@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from daemon.layers.parameters import Scope
+from kernels.dispatch import TORCH
 
 
 class Linear:
@@ -20,7 +21,8 @@ class Linear:
         self.bias = scope.rows((f"{name}.bias", size) for name, size in parts) if bias else None
         self._linear = scope.kernels.rows.linear
         self._is_packed = False
-        scope.parameters.when_filled(self._pack)
+        if scope.kernels is TORCH:  # other forms read weights in their plain order
+            scope.parameters.when_filled(self._pack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, in_size] to [num_rows, out_size]."""
@@ -69,7 +71,7 @@ class Embedding:
         self.weight = scope.tensor(f"{name}.weight", vocab_size, hidden_size)
         self._linear = scope.kernels.rows.linear
         self._packed: torch.Tensor | None = None
-        if makes_logits and can_pack(self.weight):
+        if makes_logits and scope.kernels is TORCH and can_pack(self.weight):
             scope.parameters.num_bytes += self.weight.nbytes
             scope.parameters.when_filled(self._pack)
 
