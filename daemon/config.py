@@ -48,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_context_tokens: Annotated[int | None, Meta(description="longest sequence; without it the model's limit")] = None
     max_sequences: Annotated[int, Meta(description="admitted at a time, prefilling or decoding")] = 64
     max_queue: Annotated[int, Meta(description="requests that wait for admission")] = 1024
+    replay: Annotated[bool, Meta(description="decode steps replay captured graphs, on a device that has them")] = True
     growth_window: Annotated[int, Meta(description="tokens reserved ahead of each sequence at admission")] = 512
     slice_ms: Annotated[
         float, Meta(description="longest stretch of a prefill between two decode steps, seen at the forward's pauses")

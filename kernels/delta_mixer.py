@@ -119,9 +119,7 @@ def delta_decode(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) 
     result = delta_step(_recurrence_rows(conv.out, rows, mixer, slots), states)
     slots.tails.index_copy_(0, slots.slot_out, conv.tail)
     slots.states.index_copy_(0, slots.slot_out, result.state)
-    norm = rms_norm_silu_gate if mixer.gate is OutputGate.SILU else rms_norm_sigmoid_gate
-    gate = rows.gate.unflatten(1, (result.out.shape[1], -1))
-    return norm(result.out, gate, mixer.norm, mixer.norm_eps).flatten(1).to(rows.mixed.dtype)
+    return delta_norm(result.out, rows.gate, mixer)
 
 
 def delta_chunk(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> torch.Tensor:
@@ -134,6 +132,12 @@ def delta_chunk(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -
     result = form(_recurrence_rows(rows.mixed, rows, mixer, slots), slots.states.index_select(0, slots.slot_in)[0])
     slots.states.index_copy_(0, slots.slot_out, result.state[None])
     return result.out
+
+
+def delta_norm(out: torch.Tensor, gate: torch.Tensor, mixer: DeltaMixer) -> torch.Tensor:
+    """The gated norm of what `delta_chunk` gave, [rows, Hv, dv]: [rows, Hv dv] in the dtype of `gate`."""
+    norm = rms_norm_silu_gate if mixer.gate is OutputGate.SILU else rms_norm_sigmoid_gate
+    return norm(out, gate.unflatten(1, out.shape[1:]), mixer.norm, mixer.norm_eps).flatten(1).to(gate.dtype)
 
 
 def _recurrence_rows(mixed: torch.Tensor, rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> DeltaRows:

@@ -42,7 +42,7 @@ def _bring_blocks(k_bulk, v_bulk, table_ptr, num_tiles, kv_head, k_ring, v_ring,
     for tile in range(num_tiles):
         slot = tile % STAGES
         turn = (tile // STAGES) & 1
-        block = gl.load(table_ptr + tile)
+        block = gl.load(table_ptr + tile).to(gl.int32)
         place = [block, kv_head, 0, 0]
         mbarrier.wait(empty.index(2 * slot), turn ^ 1)
         mbarrier.expect(full.index(2 * slot), k_bulk.block_type.nbytes)

@@ -146,6 +146,31 @@ def fill_pools(unfinished: torch.Tensor, rows: torch.Tensor, *, start: int, pool
     return PoolRows(complete, start // pool, left)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolStep:
+    """One row of each of several sequences, taken into its pool."""
+
+    complete: torch.Tensor  # [N, pool, D]: the pool with the row in it, of meaning where it is complete
+    is_complete: torch.Tensor  # [N] bool
+    unfinished: torch.Tensor  # [N, pool - 1, D]: what is left open, zeros past it
+
+
+def step_pools(unfinished: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, pool: int) -> PoolStep:
+    """`fill_pools` for a row [N, D] of each sequence at positions [N], after `unfinished` [N, pool - 1, D].
+
+    Reads the device alone, so that it can be replayed.
+    """
+    assert unfinished.shape == (rows.shape[0], pool - 1, rows.shape[1])
+    place = positions % pool
+    places = torch.arange(pool, device=rows.device)
+    padded = torch.cat((unfinished.to(rows.dtype), rows[:, None]), 1)  # the row stands last, where a pool ends
+    joined = torch.where((places == place[:, None])[..., None], rows[:, None], padded)
+    is_complete = place == pool - 1
+    is_open = (places[:-1] <= place[:, None]) & ~is_complete[:, None]
+    left = torch.where(is_open[..., None], joined[:, :-1], 0).to(unfinished.dtype)
+    return PoolStep(joined, is_complete, left)
+
+
 def gated_pool_keys(keys: torch.Tensor, gates: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
     """Gated pools: one key each, sum over its tokens of softmax(gate + ape) k, per channel.
 

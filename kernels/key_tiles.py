@@ -26,6 +26,20 @@ class Span:
     tile: int  # keys; tiles begin at absolute multiples of it
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSpan:
+    """One row of each of several sequences, at once: for forms that read positions on the device."""
+
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int64
+    positions: torch.Tensor  # [num_seqs] int32
+    row_seqs: torch.Tensor  # [num_seqs] int32: 0, 1, 2, ...
+    most_tokens: int  # no row is at this position or past it, and the tables have room for as many
+    splits: object  # what the form has laid out for all layers
+
+
+AnySpan = Span | BatchSpan
+
+
 def gather_rows(plane: torch.Tensor, table: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Rows [start, end) of one sequence: [end - start, *row_shape]. `table` is its block ids, int64."""
     assert 0 <= start <= end

@@ -36,6 +36,18 @@ class Routing:
     weights: torch.Tensor  # [num_rows, top_k] float32
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The weights of a layer's experts, and of the shared one where there is one."""
+
+    up: torch.Tensor  # [num_experts, 2 I, D] with gate above up for SWIGLU, [num_experts, I, D] for RELU_SQUARED
+    down: torch.Tensor  # [num_experts, D_out, I]
+    activation: Activation
+    shared_up: torch.Tensor | None  # [2 S, D] or [S, D], as `up`
+    shared_down: torch.Tensor | None  # [D_out, S]
+    shared_gate: torch.Tensor | None  # [1, D]: the shared expert's output is scaled by its sigmoid
+
+
 def route_softmax(logits: torch.Tensor, *, top_k: int, renormalise: bool) -> Routing:
     """Softmax over all experts, the best `top_k`, weights optionally made to sum to 1.
 

@@ -51,6 +51,14 @@ class PagedRows:
     block_tables: torch.Tensor  # [num_seqs, max_blocks] int64
     starts: tuple[int, ...]
     cu_rows: tuple[int, ...]
+    # [num_rows] int64: where rows stand, for forms that read it on the device. Of a step that is to be replayed these
+    # alone are true: its starts are the last positions that its tables have room for.
+    positions: torch.Tensor | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence has exactly one row."""
+        return self.cu_rows[-1] == len(self.starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,11 @@ class TritonPlan:
 def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPlan:
     """Lays out the work of a batch. Raises AssertionError where a block table does not cover its rows."""
     device = rows.block_tables.device
+    by_groups = is_fit(device, block_size=block_size, head_dim=head_dim)
+    if rows.is_decode and rows.positions is not None:
+        return TritonPlan(
+            rows.cu_rows[-1], _plan_step(rows, rows.positions, block_size, head_dim), None, None, by_groups
+        )
     chunks: list[int] = []
     narrow: list[tuple[int, int, int]] = []  # (row, sequence, num_keys)
     for s, (first, last) in enumerate(pairwise(rows.cu_rows)):
@@ -41,7 +46,6 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
             narrow.extend((row, s, start + row - first + 1) for row in range(first, last))
     num_rows = rows.cu_rows[-1]
     prefill = None
-    by_groups = is_fit(device, block_size=block_size, head_dim=head_dim)
     if chunks:
         chunk_rows = ChunkRows(rows.block_tables, rows.starts, rows.cu_rows)
         rows_per_tile = ROWS_PER_TILE if by_groups else prefill_tiles(head_dim).rows
@@ -57,6 +61,19 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
         most_items=sum(num_splits(keys, split) for _, _, keys in narrow),
     )
     return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill, by_groups)
+
+
+def _plan_step(rows: PagedRows, positions: torch.Tensor, block_size: int, head_dim: int) -> DecodePlan:
+    """One row of each sequence; the host says only how much room there is."""
+    split = decode_tiles(head_dim).split
+    assert max(rows.starts) < rows.block_tables.shape[1] * block_size, "block table does not cover the rows"
+    seqs = torch.arange(rows.cu_rows[-1], dtype=torch.int32, device=positions.device)
+    return plan_decode(
+        DecodeRows(rows.block_tables, positions.int() + 1, seqs),
+        block_size=block_size,
+        split=split,
+        most_items=sum(num_splits(start + 1, split) for start in rows.starts),
+    )
 
 
 def paged_attention(

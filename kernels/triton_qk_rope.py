@@ -8,44 +8,14 @@ out contiguous, keys and values go to the planes.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from dataclasses import dataclass
-from enum import IntEnum
-
 import torch
 import triton
 import triton.language as tl
 
-
-class HeadNorm(IntEnum):
-    """How heads are normed before the rotation; all take the root mean square in float32."""
-
-    NONE = 0
-    CAST_FIRST = 1  # cast, then times the weight
-    WIDE = 2  # times the weight in float32, then cast
-
+from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 
 NONE = tl.constexpr(HeadNorm.NONE.value)
 CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The norms of one layer."""
-
-    kind: HeadNorm
-    q_weight: torch.Tensor | None  # [head_dim]; None where kind is NONE
-    k_weight: torch.Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the rows' keys and values go, and how the rows turn."""
-
-    row_blocks: torch.Tensor  # [num_rows] int64: the block of each row; -1: the row is not written
-    row_offsets: torch.Tensor  # [num_rows] int64: its place in the block
-    cos: torch.Tensor | None  # [num_rows, rotary_dim], or with one dimension more between; None: no rotation
-    sin: torch.Tensor | None  # the same, the sign of the half-rotation inside
 
 
 @triton.jit
@@ -155,15 +125,6 @@ def _turn_kernel(
         at = place + kv_heads[:, None] * head_stride + channels[None, :]
         tl.store(k_plane_ptr + at, (k * k_factor).to(k_plane_ptr.dtype.element_ty), mask=written)
         tl.store(v_plane_ptr + at, (v * v_factor).to(v_plane_ptr.dtype.element_ty), mask=written)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Heads of some rows, [num_rows, heads, head_dim] each, bfloat16, rows and heads any distance apart."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
 
 
 def turn_and_write(

@@ -1,7 +1,8 @@
-"""Latent and sparse attention of one sequence's consecutive rows in Triton, with the interfaces of the torch forms.
+"""Latent and sparse attention in Triton, with the interfaces of the torch forms.
 
 `mla_attention`, `select_keys`, `sparse_attention` and `sparse_mla` take what kernels/mla.py, kernels/indexer.py and
-kernels/sparse_attention.py take. Rows of many sequences go to the functions below these at once.
+kernels/sparse_attention.py take: consecutive rows of one sequence. They take a `BatchSpan` as well, one row of each of
+many sequences, whose positions are read on the device alone.
 """
 
 from dataclasses import replace
@@ -9,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from kernels.indexer import Selection
-from kernels.key_tiles import Span
-from kernels.paged_attention import MAX_NARROW_ROWS
+from kernels.key_tiles import AnySpan, BatchSpan, Span
+from kernels.paged_attention import MAX_NARROW_ROWS, SPLIT_TOKENS, PagedRows
 from kernels.triton_indexer import ScoreRows, index_scores
 from kernels.triton_mla import latent_tiles, mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import DecodeRows, num_splits, plan_decode
+from kernels.triton_paged_decode import DecodePlan, DecodeRows, num_splits, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_sparse_decode import sparse_decode
 from kernels.triton_topk import top_keys
@@ -21,12 +22,31 @@ from kernels.triton_topk import top_keys
 WHOLE_SPLIT = 1 << 20  # keys that a row of a chunk walks at once; a multiple of every tile
 
 
+def span_batch(rows: PagedRows, block_size: int) -> BatchSpan | None:
+    """The rows of a decode step, laid out once for all layers."""
+    if not rows.is_decode or rows.positions is None:
+        return None
+    device = rows.block_tables.device
+    positions = rows.positions.int()
+    row_seqs = torch.arange(positions.shape[0], dtype=torch.int32, device=device)
+    splits = plan_decode(
+        DecodeRows(rows.block_tables, positions + 1, row_seqs),
+        block_size=block_size,
+        split=SPLIT_TOKENS,
+        most_items=sum(num_splits(start + 1, SPLIT_TOKENS) for start in rows.starts),
+    )
+    return BatchSpan(rows.block_tables, positions, row_seqs, max(rows.starts) + 1, splits)
+
+
 def mla_attention(
-    queries: torch.Tensor, plane: torch.Tensor, span: Span, *, latent_dim: int, scale: float
+    queries: torch.Tensor, plane: torch.Tensor, span: AnySpan, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
     """[N, H, C] in bfloat16. Few rows take decode's splits; the many rows of a chunk each walk all of their keys."""
     num_rows = queries.shape[0]
     tiles = latent_tiles(queries.shape[1])
+    if isinstance(span, BatchSpan):
+        assert isinstance(span.splits, DecodePlan)
+        return mla_decode(queries, plane, span.splits, latent_dim=latent_dim, scale=scale, tiles=tiles)
     if num_rows > MAX_NARROW_ROWS:
         tiles = replace(tiles, split=WHOLE_SPLIT)
     num_keys = _positions(span, num_rows, queries.device) + 1
@@ -37,18 +57,21 @@ def mla_attention(
 
 
 def select_keys(
-    queries: torch.Tensor, weights: torch.Tensor, plane: torch.Tensor, span: Span, *, pool: int, count: int
+    queries: torch.Tensor, weights: torch.Tensor, plane: torch.Tensor, span: AnySpan, *, pool: int, count: int
 ) -> Selection:
-    """The keys that consecutive queries at positions [start, start + N) attend to; see kernels/indexer.py."""
+    """The keys that rows attend to; see kernels/indexer.py."""
     num_rows = queries.shape[0]
-    visible = (_positions(span, num_rows, queries.device) + 1) // pool
-    most_keys = (span.start + num_rows) // pool
+    if isinstance(span, BatchSpan):
+        visible, most_keys = (span.positions + 1) // pool, span.most_tokens // pool
+        rows = ScoreRows(span.block_tables, visible, span.row_seqs)
+    else:
+        visible = (_positions(span, num_rows, queries.device) + 1) // pool
+        most_keys = (span.start + num_rows) // pool
+        rows = ScoreRows(span.table[None], visible, None)
     if most_keys == 0:
         picks = torch.full((num_rows, count), -1, dtype=torch.int64, device=queries.device)
         return Selection(picks, pool)
-    scores = index_scores(
-        queries, weights.float(), plane, ScoreRows(span.table[None], visible, None), most_keys=most_keys
-    )
+    scores = index_scores(queries, weights.float(), plane, rows, most_keys=most_keys)
     return Selection(top_keys(scores, visible, count).long(), pool)
 
 
@@ -56,7 +79,7 @@ def sparse_attention(
     queries: torch.Tensor,
     key_plane: torch.Tensor,
     value_plane: torch.Tensor,
-    span: Span,
+    span: AnySpan,
     selection: Selection,
     *,
     scale: float,
@@ -68,7 +91,7 @@ def sparse_attention(
 def sparse_mla(
     queries: torch.Tensor,
     plane: torch.Tensor,
-    span: Span,
+    span: AnySpan,
     selection: Selection,
     *,
     latent_dim: int,
@@ -83,6 +106,8 @@ def _positions(span: Span, num_rows: int, device: torch.device) -> torch.Tensor:
     return torch.arange(span.start, span.start + num_rows, dtype=torch.int32, device=device)
 
 
-def _selected(queries: torch.Tensor, span: Span, selection: Selection) -> SelectedRows:
+def _selected(queries: torch.Tensor, span: AnySpan, selection: Selection) -> SelectedRows:
+    if isinstance(span, BatchSpan):
+        return SelectedRows(selection.picks, selection.pool, span.positions, span.row_seqs, span.block_tables)
     positions = _positions(span, queries.shape[0], queries.device)
     return SelectedRows(selection.picks, selection.pool, positions, torch.zeros_like(positions), span.table[None])

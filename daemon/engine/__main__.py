@@ -15,6 +15,7 @@ import torch
 
 from daemon import logs
 from daemon.engine.engine import Engine
+from daemon.engine.faults import DeviceFault, end_if_sticky
 from daemon.engine.leaving import write_down
 from daemon.engine.link import FrontGone, Link
 from daemon.engine.start import StartError, start
@@ -27,7 +28,9 @@ log = logging.getLogger("downcore.engine")
 
 
 def main() -> int:
-    """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away."""
+    """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away,
+    4 where the device is lost.
+    """
     parser = argparse.ArgumentParser(prog="python -m daemon.engine", description="Spawned by the front; not by hand.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
     logs.configure("engine", level="info", log_format="auto")
@@ -38,6 +41,9 @@ def main() -> int:
             return 1
         with torch.inference_mode():
             _loop(engine, link)
+    except DeviceFault as fault:
+        log.critical("the engine ends: %s", fault)
+        return 4
     except FrontGone as gone:
         log.warning("the front is gone (%s)", gone)
         return 3
@@ -84,7 +90,11 @@ def _loop(engine: Engine, link: Link) -> None:
         if engine.has_work:
             has_rows = not engine.only_waits
             began = time.perf_counter()
-            engine.step()
+            try:
+                engine.step()
+            except RuntimeError as error:
+                end_if_sticky(error, engine.pools.blocks.device)
+                raise
             if has_rows or engine.scheduler.running:
                 engine.scheduler.meters.step_s.observe(time.perf_counter() - began)
             is_proven = False

@@ -14,6 +14,8 @@ import torch
 from daemon.cache_messages import Warm
 from daemon.config import EngineConfig
 from daemon.engine.answers import answer
+from daemon.engine.decode_step import Decoded
+from daemon.engine.faults import end_if_sticky
 from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
@@ -86,7 +88,7 @@ class Engine:
         self.scheduler = Scheduler(cache, config, streams=model.caps.streaming and config.stream_blocks)
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
-        self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools))
+        self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools), replays=config.replay)
         self.prefill = Prefill(
             pools=pools, cache=cache, scheduler=self.scheduler, runner=self.runner, rate=self.rate,
             tuning=self.tuning, slice_s=config.slice_ms / 1000,
@@ -261,7 +263,7 @@ class Engine:
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:
         """One row each. Where the host cannot fetch what the rows need, each runs alone, and fails alone."""
         try:
-            logits = self.runner.decode(sequences)
+            decoded = self.runner.decode(sequences, self.sampler.draw_of)
         except HostStageError as error:
             if len(sequences) == 1:
                 log.error("a row of %s cannot be computed: %s", sequences[0].id, error)
@@ -271,7 +273,7 @@ class Engine:
                 if sequence.is_running:
                     self._decode((sequence,))
             return
-        self._commit_decode(sequences, logits)
+        self._commit_decode(sequences, decoded)
 
     def _begin(self, sequence: Sequence, match: Match, now: float) -> None:
         request = sequence.request
@@ -285,7 +287,8 @@ class Engine:
     def _advance_prefill(self, sequence: Sequence) -> None:
         try:
             logits = self.prefill.advance(sequence)
-        except (RuntimeError, HostStageError):
+        except (RuntimeError, HostStageError) as error:
+            end_if_sticky(error, self.pools.blocks.device)
             log.exception("the forward of %s failed", sequence.id)
             self._fail(sequence.request, ErrorReason.INTERNAL, "the prompt's forward failed")
             return
@@ -323,7 +326,7 @@ class Engine:
             if sequence.is_running and sequence.index in request.unwanted:
                 self._finish(sequence, request.unwanted[sequence.index], num_tokens=0)
 
-    def _commit_decode(self, sequences: tuple[Sequence, ...], logits: torch.Tensor) -> None:
+    def _commit_decode(self, sequences: tuple[Sequence, ...], decoded: Decoded) -> None:
         """Each row is computed; those that caught up draw a token, those that replay go on."""
         rows: list[int] = []
         for row, sequence in enumerate(sequences):
@@ -333,8 +336,7 @@ class Engine:
         if not rows:
             return
         drawing = [sequences[row] for row in rows]
-        drawn = self.sampler.sample(logits if len(rows) == len(sequences) else logits[rows], drawing)
-        for sequence, token in zip(drawing, drawn, strict=True):
+        for sequence, token in zip(drawing, self.sampler.sample_decoded(decoded, rows, drawing), strict=True):
             if sequence.is_running:
                 self._commit_token(sequence, token)
 

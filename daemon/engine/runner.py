@@ -5,12 +5,15 @@ changed nothing that anybody reads: its rows lie in private blocks beyond `compu
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from daemon.batch import SequenceRows, make_batch
+from daemon.engine.captured import DecodeRow, Draw
+from daemon.engine.decode_step import CanaryError, Decoded, DecodeStep, takes
 from daemon.engine.sequence import Sequence
 from daemon.models.base import HostStaged, Model, Steps, finish
 from tiers.pools import DevicePools
@@ -32,14 +35,36 @@ class Chunk:
 class Runner:
     """Owns the shadow slot; sequences own everything else."""
 
-    def __init__(self, model: Model, pools: DevicePools, shadow_slot: int, sources: Sources | None) -> None:
+    def __init__(
+        self, model: Model, pools: DevicePools, shadow_slot: int, sources: Sources | None, *, replays: bool = True
+    ) -> None:
         self.model = model
         self.sources = sources
         self.pools = pools
         self.shadow_slot = shadow_slot
+        self._given: torch.cuda.Event | None = None  # after the latest piece of a chunk
+        self.step = DecodeStep(model, pools, captures=replays) if takes(model) else None
 
-    def decode(self, sequences: tuple[Sequence, ...]) -> torch.Tensor:
-        """One row of each sequence; logits [num_seqs, vocab_size] fp32."""
+    def prove(self, max_rows: int) -> None:
+        """A canary step over padding, before anybody is served: the device answers, with numbers.
+
+        Raises:
+            CanaryError: it does not.
+        """
+        if self.step is not None:
+            self.step.prepare(max_rows)
+            return
+        self.pools.clear_slot(0)
+        if not bool(self._forward([SequenceRows([0], 0, [0], slot_in=0, slot_out=0)]).isfinite().all()):
+            raise CanaryError("a step over padding gives logits that are not finite")
+
+    def decode(self, sequences: tuple[Sequence, ...], draw_of: Callable[[Sequence], Draw | None]) -> Decoded:
+        """One row of each sequence. `draw_of` says how its token is drawn on the device, or that the host draws it."""
+        if self.step is not None:
+            return self.step.run([_decode_row(sequence, draw_of(sequence)) for sequence in sequences])
+        return Decoded(self._decode(sequences), (None,) * len(sequences))
+
+    def _decode(self, sequences: tuple[Sequence, ...]) -> torch.Tensor:
         rows: list[SequenceRows] = []
         for sequence in sequences:
             slot, position = _slot_of(sequence), sequence.computed_len
@@ -82,6 +107,7 @@ class Runner:
         try:
             while True:
                 next(chunk.forward)
+                self._pace()
                 if time.perf_counter() - began >= slice_s:
                     return None
         except StopIteration as stop:
@@ -105,9 +131,24 @@ class Runner:
         fresh, self.shadow_slot = self.shadow_slot, slot
         return fresh
 
+    def _pace(self) -> None:
+        """Lets the device catch up, but for one piece: else it would be given all pieces in the time of a slice."""
+        if not self.pools.blocks.is_cuda:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        if self._given is not None:
+            self._given.synchronize()
+        self._given = event
+
     def _forward(self, rows: list[SequenceRows]) -> torch.Tensor:
         batch = make_batch(rows, self.pools.layout.block_size, self.pools.blocks.device)
         return finish(self.model.forward(batch, self.pools))
+
+
+def _decode_row(sequence: Sequence, draw: Draw | None) -> DecodeRow:
+    position = sequence.computed_len
+    return DecodeRow(sequence.token_ids[position], position, sequence.block_table, _slot_of(sequence), draw)
 
 
 def _slot_of(sequence: Sequence) -> int:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from daemon.engine import captured
+from daemon.engine.captured import Draw
+from daemon.engine.decode_step import Decoded
 from daemon.engine.grammar_matchers import Matchers
 from daemon.engine.sequence import Sequence
 from daemon.errors import ErrorReason
@@ -63,6 +66,28 @@ class Sampler:
                 drawn.append(self._sample_row(masked.logits[row], sequence, best[row]))
         return drawn
 
+    def draw_of(self, sequence: Sequence) -> Draw | None:
+        """How a row is drawn where its logits are; None where the host must see them."""
+        params = sequence.request.submit.sampling
+        penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        is_plain = penalties.is_neutral and not params.logit_bias and not params.logprobs and params.typical_p == 1.0
+        if not is_plain or _has_grammar(sequence) or self._held_back(sequence):
+            return None
+        number = 0.5 if params.temperature == 0.0 else _number(sequence)
+        return Draw(params.temperature, params.top_k, params.top_p, params.min_p, number)
+
+    def sample_decoded(self, decoded: Decoded, rows: list[int], sequences: list[Sequence]) -> list[Drawn]:
+        """A token for each of these rows of a step, sequences[i] the owner of rows[i]; some are drawn already."""
+        tokens = [decoded.tokens[row] for row in rows]
+        by_host = [i for i, token in enumerate(tokens) if token is None]
+        drawn = [NOT_FINITE if token == captured.NOT_FINITE else Drawn(token) for token in tokens]
+        if by_host:
+            host_rows = [rows[i] for i in by_host]
+            logits = decoded.logits if len(host_rows) == len(decoded.tokens) else decoded.logits[host_rows]
+            for i, token in zip(by_host, self.sample(logits, [sequences[i] for i in by_host]), strict=True):
+                drawn[i] = token
+        return drawn
+
     def _sample_row(self, raw: torch.Tensor, sequence: Sequence, best: int) -> Drawn:
         params = sequence.request.submit.sampling
         changed = self._changed(raw, sequence)
@@ -70,7 +95,7 @@ class Sampler:
         if filters.is_greedy and changed is raw:
             token_id = best
         else:
-            number = uniform((params.seed + sequence.index) % (1 << 64), sequence.num_generated)
+            number = _number(sequence)
             token_id = (
                 _draw_among(changed, filters, number) if _has_grammar(sequence) else draw(changed, filters, number)
             )
@@ -118,6 +143,11 @@ class Sampler:
         if submit.min_tokens > sequence.num_generated:
             return {*self.eos_token_ids, *submit.stop_token_ids}
         return set(self.eos_token_ids).difference(submit.stop_token_ids) if _has_grammar(sequence) else set()
+
+
+def _number(sequence: Sequence) -> float:
+    seed = sequence.request.submit.sampling.seed
+    return uniform((seed + sequence.index) % (1 << 64), sequence.num_generated)
 
 
 def _has_grammar(sequence: Sequence) -> bool:

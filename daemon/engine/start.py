@@ -16,12 +16,14 @@ import daemon.layers
 import kernels
 from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
+from daemon.engine.decode_step import CanaryError
 from daemon.engine.engine import Engine
 from daemon.engine.tiers import NUM_READERS, make_cache, make_device, open_store
 from daemon.messages import EngineInfo, ToFront
 from daemon.models.load import LoadedModel, load_model
 from daemon.sizing import divide, free_budget
 from daemon.weights.errors import LoadError
+from kernels.dispatch import choose_kernels
 from tiers.errors import StoreError
 from tiers.keys import state_fingerprint
 from tiers.layout import StateLayout
@@ -80,6 +82,11 @@ def start(
         unix_clock=time.time,
     )
     engine.grammars.prepare()
+    try:
+        with torch.inference_mode():
+            engine.runner.prove(config.max_sequences)
+    except CanaryError as error:
+        raise StartError(str(error)) from error
     facts = loaded.model.facts
     info = EngineInfo(
         model=Path(config.model_path).name,
@@ -149,6 +156,7 @@ def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
         {
             "device": (torch.cuda.get_device_name(device) if is_gpu else platform.machine()).encode(),
             "dtype": str(dtype).encode(),
+            "forms": choose_kernels(device, dtype).name.encode(),
             "instructions": torch.backends.cpu.get_cpu_capability().encode(),
             "python": sys.version.encode(),
             "sources": sources.digest(),

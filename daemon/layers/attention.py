@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps
-from daemon.layers.inputs import Inputs
+from daemon.layers.inputs import Inputs, Rotary
 from daemon.layers.linear import Linear
 from daemon.layers.norms import RmsNorm
 from daemon.layers.parameters import Scope
-from daemon.layers.rope import rotate
 from daemon.layers.steps import Steps
-from kernels.paged_attention import paged_attention
+from kernels.qk_rope import NO_NORMS, HeadNorm, HeadNorms, Heads, Places
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
 
@@ -29,13 +29,19 @@ class AttentionConfig:
     head_norm_eps: float | None  # RMS norm of each query and key head before the rotation; None: none
 
 
+def places_of(batch: Batch, rotary: Rotary | None) -> Places:
+    """Where a batch's rows go, and how they turn."""
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    return Places(batch.row_blocks, batch.row_offsets, cos, sin)
+
+
 class Attention:
     """Reads checkpoint names q_proj, k_proj, v_proj, o_proj, q_norm, k_norm of its scope."""
 
     caps = LayerCaps(
         batched_decode=True,
         verify_rows=True,
-        graph_capture=False,  # the work is laid out on the host
+        graph_capture=True,
         no_host_stage=True,
         streaming=True,
         reads_history=True,
@@ -52,12 +58,13 @@ class Attention:
             bias=config.qkv_bias,
         )
         self.out = Linear(scope, (("o_proj", config.hidden_size),), q_size, bias=config.output_bias)
-        self.norms: tuple[RmsNorm, RmsNorm] | None = None
+        self.norms = NO_NORMS
         if config.head_norm_eps is not None:
-            self.norms = (
-                RmsNorm(scope, "q_norm", config.head_dim, config.head_norm_eps),
-                RmsNorm(scope, "k_norm", config.head_dim, config.head_norm_eps),
-            )
+            q_norm = RmsNorm(scope, "q_norm", config.head_dim, config.head_norm_eps)
+            k_norm = RmsNorm(scope, "k_norm", config.head_dim, config.head_norm_eps)
+            weights = q_norm.weights.weight, k_norm.weights.weight
+            self.norms = HeadNorms(HeadNorm.CAST_FIRST, *weights, config.head_norm_eps)
+        self._forms = scope.kernels.attention
         self.scale = config.head_dim**-0.5
         dtype = str(scope.parameters.dtype).removeprefix("torch.")
         row_shape = (config.num_kv_heads, config.head_dim)
@@ -78,16 +85,11 @@ class Attention:
         config, batch = self.config, inputs.batch
         num_q, num_turning = config.num_heads, config.num_heads + config.num_kv_heads
         heads = self.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
-        turning, v = heads[:, :num_turning], heads[:, num_turning:]
-        if self.norms is not None:
-            turning = torch.cat((self.norms[0](turning[:, :num_q]), self.norms[1](turning[:, num_q:])), 1)
-        if inputs.rotary is not None:
-            turning = rotate(turning, inputs.rotary)
-        q, k = turning[:, :num_q], turning[:, num_q:]
+        turning = heads[:, :num_turning]
+        parts = Heads(turning[:, :num_q], turning[:, num_q:], heads[:, num_turning:], joined=turning)
         k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
-        place = (batch.row_blocks, batch.row_offsets)
-        k_plane.index_put_(place, k)
-        v_plane.index_put_(place, v)
+        places = places_of(batch, inputs.rotary)
+        q = self._forms.turn_and_write(parts, k_plane, v_plane, self.norms, places)
         yield
-        mixed = yield from paged_attention(q, k_plane, v_plane, inputs.attention, self.scale)
+        mixed = yield from self._forms.attend(q, k_plane, v_plane, inputs.attention, self.scale)
         return self.out(mixed.flatten(1))

@@ -1,6 +1,5 @@
 """A stack of pre-norm layers between a token embedding and logits: the frame that plain decoders share."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,15 +7,13 @@ import torch
 
 from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps, combine
-from daemon.layers.inputs import make_inputs
+from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mixing import Mixer, mix
+from daemon.layers.norms import RmsNorm
 from daemon.layers.rope import Rope
 from daemon.layers.steps import Steps
 from tiers.pools import DevicePools
-
-Norm = Callable[[torch.Tensor], torch.Tensor]
-"""Over the last dimension; same shape and dtype."""
 
 
 class Mlp(Protocol):
@@ -36,9 +33,9 @@ class Mlp(Protocol):
 class DecoderLayer:
     """h += mixer(norm(h)); h += mlp(norm(h))."""
 
-    mixer_norm: Norm
+    mixer_norm: RmsNorm
     mixer: Mixer
-    mlp_norm: Norm
+    mlp_norm: RmsNorm
     mlp: Mlp
 
 
@@ -48,10 +45,10 @@ class Decoder:
 
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
-    norm: Norm
+    norm: RmsNorm
     head: Linear | None
     rope: Rope | None
-    tile: int
+    form: InputForm
 
     @property
     def caps(self) -> LayerCaps:
@@ -61,12 +58,17 @@ class Decoder:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
         rotary = None if self.rope is None else self.rope.rows(batch.positions, hidden.dtype)
-        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, rotary)
-        for layer in self.layers:
-            mixed = yield from mix(layer.mixer, layer.mixer_norm(hidden), inputs, pools)
-            hidden.add_(mixed)
+        inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
+        normed = self.layers[0].mixer_norm(hidden)
+        for i, layer in enumerate(self.layers, 1):
+            mixed = yield from mix(layer.mixer, normed, inputs, pools)
+            normed = layer.mlp_norm.added(hidden, mixed)
             yield
-            hidden.add_((yield from layer.mlp.forward(layer.mlp_norm(hidden))))
+            out = yield from layer.mlp.forward(normed)
+            if i < len(self.layers):
+                normed = self.layers[i].mixer_norm.added(hidden, out)
+            else:
+                hidden.add_(out)
             yield
         last = self.norm(hidden.index_select(0, batch.logit_rows))
         return (self.embedding.logits(last) if self.head is None else self.head(last)).float()

@@ -7,11 +7,10 @@ import torch
 
 from daemon.layers.indexer import DsaIndexConfig, DsaIndexer
 from daemon.layers.inputs import Inputs
-from daemon.layers.mla import PAGED_CAPS, LatentConfig, LatentProjections, pieces
+from daemon.layers.mla import PAGED_CAPS, LatentConfig, LatentProjections
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
 from kernels.indexer import Selection
-from kernels.sparse_attention import sparse_mla
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
 
@@ -37,6 +36,7 @@ class SparseLatentAttention:
         self.slots: tuple[SlotTensor, ...] = ()
         self.active_params = self.projections.active_params
         self.pair_flops = self.projections.pair_flops
+        self._forms = scope.kernels.attention
         if self.indexer is not None:
             self.planes = (*self.planes, self.indexer.state.plane)
             self.slots = self.indexer.state.slots
@@ -55,11 +55,12 @@ class SparseLatentAttention:
         assert selections is not None, "a layer without an indexer follows one that selects"
         plane = pools.planes[self.projections.plane.name]
         attended: list[torch.Tensor] = []
-        for (rows, span), selection in zip(pieces(inputs.batch, config.tile), selections, strict=True):
+        latent_dim, scale = config.latent_dim, config.scale
+        for (rows, span), selection in zip(inputs.pieces, selections, strict=True):
             yield
             absorbed = queries.absorbed[rows]
             attended.append(
-                sparse_mla(absorbed, plane, span, selection, latent_dim=config.latent_dim, scale=config.scale)
+                self._forms.sparse_latent(absorbed, plane, span, selection, latent_dim=latent_dim, scale=scale)
             )
         yield
         return SparseResult(self.projections.finish(attended), selections)

@@ -11,18 +11,14 @@ import torch
 from torch.nn import functional
 
 from daemon.layers.linear import Linear
-from daemon.layers.mlp import MOE_SLAB_ROWS
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
 from kernels.moe import (
     Activation,
     ActivationKind,
+    Mixture,
     Routing,
     SigmoidRule,
-    activate,
-    grouped_experts,
-    route_sigmoid,
-    route_softmax,
 )
 
 
@@ -50,6 +46,7 @@ class Mlp:
 
     def __init__(self, scope: Scope, hidden: int, inner: int, activation: Activation) -> None:
         self.activation = activation
+        self._activate = scope.kernels.rows.activate
         gated = activation.kind is ActivationKind.SWIGLU
         parts = (("gate_proj", inner), ("up_proj", inner)) if gated else (("up_proj", inner),)
         self.up = Linear(scope, parts, hidden)
@@ -62,13 +59,13 @@ class Mlp:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] to the same."""
-        return self.down(activate(self.up(rows), self.activation))
+        return self.down(self._activate(self.up(rows), self.activation))
 
     def forward(self, hidden: torch.Tensor) -> Steps:
         """The same, with pauses."""
         inner = self.up(hidden)
         yield
-        return self.down(activate(inner, self.activation))
+        return self.down(self._activate(inner, self.activation))
 
 
 class Experts:
@@ -76,6 +73,7 @@ class Experts:
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: tuple[str, str, str]) -> None:
         self.activation = sizes.activation
+        self._forms = scope.kernels.rows
         gated = sizes.activation.kind is ActivationKind.SWIGLU
         inner, allocate = sizes.inner, scope.parameters.allocate
         self.up = allocate((sizes.num_experts, inner * (2 if gated else 1), sizes.hidden))
@@ -93,9 +91,18 @@ class Experts:
         """Weights of one expert."""
         return self.up[0].numel() + self.down[0].numel()
 
+    def rows_at_once(self, top_k: int) -> int:
+        """The most rows of a call, with so many choices each."""
+        return self._forms.expert_rows(top_k)
+
+    def few(self, rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch.Tensor | None:
+        """[rows, hidden] through a whole mixture; None where the form does not take so many rows at once."""
+        form = self._forms.few_experts
+        return form(rows, routing, mixture) if form is not None and rows.shape[0] <= self._forms.few_rows else None
+
     def __call__(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[rows, hidden] to the same."""
-        return grouped_experts(rows, routing, self.up, self.down, self.activation)
+        return self._forms.experts(rows, routing, self.up, self.down, self.activation)
 
 
 class SigmoidRouter:
@@ -104,12 +111,13 @@ class SigmoidRouter:
     def __init__(self, scope: Scope, sizes: ExpertSizes, rule: SigmoidRule) -> None:
         self.rule = rule
         self.top_k = rule.top_k
+        self._forms = scope.kernels.rows
         self.weight = scope.tensor("gate.weight", sizes.num_experts, sizes.hidden, dtype=torch.float32)
         self.bias = scope.tensor("gate.e_score_correction_bias", sizes.num_experts, dtype=torch.float32)
 
     def __call__(self, rows: torch.Tensor) -> Routing:
         """Of [rows, hidden]."""
-        return route_sigmoid(functional.linear(rows.float(), self.weight), self.bias, self.rule)
+        return self._forms.route_sigmoid(self._forms.linear(rows.float(), self.weight, None), self.bias, self.rule)
 
 
 class SoftmaxRouter:
@@ -118,11 +126,13 @@ class SoftmaxRouter:
     def __init__(self, scope: Scope, sizes: ExpertSizes, *, top_k: int, renormalise: bool) -> None:
         self.top_k = top_k
         self.renormalise = renormalise
+        self._forms = scope.kernels.rows
         self.weight = scope.tensor("gate.weight", sizes.num_experts, sizes.hidden)
 
     def __call__(self, rows: torch.Tensor) -> Routing:
         """Of [rows, hidden]."""
-        return route_softmax(functional.linear(rows, self.weight), top_k=self.top_k, renormalise=self.renormalise)
+        logits = self._forms.linear(rows, self.weight, None)
+        return self._forms.route_softmax(logits, top_k=self.top_k, renormalise=self.renormalise)
 
 
 class Moe:
@@ -145,13 +155,25 @@ class Moe:
     def forward(self, hidden: torch.Tensor) -> Steps:
         """[rows, hidden] to the same, slab by slab."""
         outs: list[torch.Tensor] = []
-        for first in range(0, hidden.shape[0], MOE_SLAB_ROWS):
+        num_rows = self.experts.rows_at_once(self.router.top_k)
+        for first in range(0, hidden.shape[0], num_rows):
             if outs:
                 yield
-            slab = hidden[first : first + MOE_SLAB_ROWS]
-            out = self.experts(slab, self.router(slab))
-            outs.append(out if self.shared is None else out + self._shared(self.shared, slab))
+            slab = hidden[first : first + num_rows]
+            routing = self.router(slab)
+            out = self._few(slab, routing)
+            if out is None:
+                out = self.experts(slab, routing)
+                out = out if self.shared is None else out + self._shared(self.shared, slab)
+            outs.append(out)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _few(self, slab: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+        """Routed and shared experts at once, where the form has that for so few rows."""
+        experts, shared = self.experts, self.shared
+        up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
+        mixture = Mixture(experts.up, experts.down, experts.activation, up, down, self.shared_gate)
+        return experts.few(slab, routing, mixture)
 
     def _shared(self, shared: Mlp, slab: torch.Tensor) -> torch.Tensor:
         out = shared(slab)

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from daemon.layers.attention import Attention
+from daemon.layers.attention import Attention, places_of
 from daemon.layers.inputs import Inputs
 from daemon.layers.linear import Linear
 from daemon.layers.norms import ZeroCentredRmsNorm
 from daemon.layers.parameters import Scope
-from daemon.layers.rope import rotate
 from daemon.layers.steps import Steps
-from kernels.paged_attention import paged_attention
+from kernels.qk_rope import HeadNorm, HeadNorms, Heads
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
 
@@ -40,8 +39,9 @@ class GatedAttention:
         parts = (("q_proj", 2 * q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         self.qkv = Linear(scope, parts, config.hidden_size, bias=config.bias)
         self.out = Linear(scope, (("o_proj", config.hidden_size),), q_size, bias=config.bias)
-        self.q_norm = ZeroCentredRmsNorm(scope, "q_norm", config.head_dim, config.norm_eps)
-        self.k_norm = ZeroCentredRmsNorm(scope, "k_norm", config.head_dim, config.norm_eps)
+        norms = [ZeroCentredRmsNorm(scope, name, config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")]
+        self.norms = HeadNorms(HeadNorm.WIDE, norms[0].weights.weight, norms[1].weights.weight, config.norm_eps)
+        self._forms = scope.kernels.attention
         self.scale = config.head_dim**-0.5
         dtype = str(scope.parameters.dtype).removeprefix("torch.")
         row_shape = (config.num_kv_heads, config.head_dim)
@@ -63,15 +63,9 @@ class GatedAttention:
         config, batch, dim = self.config, inputs.batch, self.config.head_dim
         heads = self.qkv(hidden).view(hidden.shape[0], -1, dim)
         num_q, num_kv = 2 * config.num_heads, config.num_kv_heads
-        q, gate = heads[:, 0:num_q:2], heads[:, 1:num_q:2]
-        turning = torch.cat((self.q_norm(q), self.k_norm(heads[:, num_q : num_q + num_kv])), 1)
-        turning = rotate(turning, inputs.rotary)
+        parts = Heads(heads[:, 0:num_q:2], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :])
         k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
-        place = (batch.row_blocks, batch.row_offsets)
-        k_plane.index_put_(place, turning[:, config.num_heads :])
-        v_plane.index_put_(place, heads[:, num_q + num_kv :])
+        q = self._forms.turn_and_write(parts, k_plane, v_plane, self.norms, places_of(batch, inputs.rotary))
         yield
-        mixed = yield from paged_attention(
-            turning[:, : config.num_heads], k_plane, v_plane, inputs.attention, self.scale
-        )
-        return self.out(torch.sigmoid(gate).mul_(mixed).flatten(1))
+        mixed = yield from self._forms.attend(q, k_plane, v_plane, inputs.attention, self.scale)
+        return self.out(torch.sigmoid(heads[:, 1:num_q:2]).mul_(mixed).flatten(1))

@@ -11,11 +11,9 @@ import torch
 from daemon.layers.inputs import Inputs
 from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
-from daemon.layers.recurrent import RECURRENT_CAPS, ConvRecurrence, columns, recurrent_state, short_conv
+from daemon.layers.recurrent import RECURRENT_CAPS, DeltaRecurrence, columns, recurrent_state, short_conv
 from daemon.layers.steps import Steps
-from kernels.delta_rule import DeltaResult, DeltaRows, delta_step
-from kernels.gated_delta import gated_delta_chunk, gated_delta_decay
-from kernels.gated_norm import rms_norm_silu_gate
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -63,16 +61,18 @@ class GatedDeltaNet:
     def __init__(self, scope: Scope, layer: int, sizes: GatedDeltaSizes, in_proj: Linear, *, norm_eps: float) -> None:
         assert in_proj.out_size == sum(sizes.projection_parts)
         self.sizes = sizes
-        self.norm_eps = norm_eps
         self.in_proj = in_proj
-        self.a_log = scope.tensor("A_log", sizes.v_heads, dtype=torch.float32)
-        self.dt_bias = scope.tensor("dt_bias", sizes.v_heads, dtype=torch.float32)
-        self.norm = scope.tensor("norm.weight", sizes.dv, dtype=torch.float32)
+        a_log = scope.tensor("A_log", sizes.v_heads, dtype=torch.float32)
+        dt_bias = scope.tensor("dt_bias", sizes.v_heads, dtype=torch.float32)
+        norm = scope.tensor("norm.weight", sizes.dv, dtype=torch.float32)
         self.out_proj = Linear(scope, (("out_proj", in_proj.in_size),), sizes.value_width)
         conv = short_conv(scope, (("conv1d", sizes.conv_channels),), sizes.conv_taps, bias=False)
         state = recurrent_state(f"layers.{layer}", conv, (sizes.v_heads, sizes.dk, sizes.dv), scope.parameters.dtype)
         self.slots = state.slots
-        self.recurrence = ConvRecurrence(state, conv)
+        mixer = DeltaMixer(
+            conv, a_log, dt_bias, norm, norm_eps, DecayKind.HEAD_SOFTPLUS, lower_bound=0.0, gate=OutputGate.SILU
+        )
+        self.recurrence = DeltaRecurrence(state, mixer, scope.kernels.recurrent)
 
     @property
     def active_params(self) -> int:
@@ -81,36 +81,7 @@ class GatedDeltaNet:
 
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """[rows, hidden] to the same; reads and writes the mixer's slots for every sequence of the batch."""
-        sizes = self.sizes
-        mixed, z, b, a = columns(self.in_proj(hidden), sizes.projection_parts)
+        mixed, z, b, a = columns(self.in_proj(hidden), self.sizes.projection_parts)
         yield
-        gates = _Gates(sizes, gated_delta_decay(a, self.a_log, self.dt_bias), b.float().sigmoid())
-        out = yield from self.recurrence.run(mixed, gates, inputs.batch, pools)
-        gated = rms_norm_silu_gate(out, z.view(-1, sizes.v_heads, sizes.dv), self.norm, self.norm_eps)
-        return self.out_proj(gated.flatten(1).to(hidden.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """The recurrence of one forward."""
-
-    sizes: GatedDeltaSizes
-    log_decay: torch.Tensor  # [rows, Hv, 1]
-    beta: torch.Tensor  # [rows, Hv]
-
-    def step(self, mixed: torch.Tensor, states: torch.Tensor) -> DeltaResult:
-        return delta_step(self._rows(mixed, slice(None)), states)
-
-    def chunk(self, mixed: torch.Tensor, rows: slice, state: torch.Tensor) -> DeltaResult:
-        return gated_delta_chunk(self._rows(mixed, rows), state)
-
-    def _rows(self, mixed: torch.Tensor, rows: slice) -> DeltaRows:
-        sizes = self.sizes
-        q, k, v = columns(mixed, (sizes.key_width, sizes.key_width, sizes.value_width))
-        return DeltaRows(
-            q=q.view(-1, sizes.k_heads, sizes.dk),
-            k=k.view(-1, sizes.k_heads, sizes.dk),
-            v=v.view(-1, sizes.v_heads, sizes.dv),
-            log_decay=self.log_decay[rows],
-            beta=self.beta[rows],
-        )
+        rows = ProjectedRows(mixed, gate=z, beta=b, decay=a)
+        return self.out_proj((yield from self.recurrence.run(rows, inputs.batch, pools)))

@@ -15,7 +15,7 @@ from kernels.gated_residual import (
     inject_residual,
     mix_residual,
 )
-from kernels.hyper_connections import HyperMix, HyperRule, HyperWeights, inject, mix_streams
+from kernels.hyper_connections import HyperMix, HyperRule, HyperWeights
 
 
 class HyperConnection:
@@ -24,6 +24,7 @@ class HyperConnection:
     def __init__(self, scope: Scope, name: str, *, num_streams: int, hidden: int, rule: HyperRule) -> None:
         num_mixes = (2 + num_streams) * num_streams
         self.rule = rule
+        self._forms = scope.kernels.rows
         self.weights = HyperWeights(
             fn=scope.tensor(f"{name}_fn", num_mixes, num_streams * hidden),
             base=scope.tensor(f"{name}_base", num_mixes, dtype=torch.float32),
@@ -37,11 +38,11 @@ class HyperConnection:
 
     def enter(self, streams: torch.Tensor) -> HyperMix:
         """What the block reads."""
-        return mix_streams(streams, self.weights, self.rule)
+        return self._forms.mix_streams(streams, self.weights, self.rule)
 
     def leave(self, output: torch.Tensor, streams: torch.Tensor, mix: HyperMix) -> torch.Tensor:
         """The streams after the block."""
-        return inject(output, streams, mix)
+        return self._forms.inject(output, streams, mix)
 
 
 @dataclass(frozen=True, slots=True)

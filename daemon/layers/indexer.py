@@ -13,9 +13,10 @@ from torch.nn import functional
 from daemon.batch import Batch
 from daemon.layers.inputs import Inputs, Rotary
 from daemon.layers.linear import Linear
-from daemon.layers.mla import Rotation, dtype_name, pieces
+from daemon.layers.mla import Rotation, dtype_name
 from daemon.layers.parameters import Scope
-from kernels.indexer import Selection, fill_pools, gated_pool_keys, select_keys
+from kernels.dispatch import Kernels
+from kernels.indexer import Selection, fill_pools, gated_pool_keys, step_pools
 from kernels.key_tiles import scatter_rows
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
@@ -47,7 +48,6 @@ class DsaIndexConfig:
     heads_dtype: torch.dtype  # of the head weights' matrix
     rope_dim: int  # leading channels that turn
     rotation: Rotation | None
-    tile: int
 
 
 def index_plane(sizes: IndexSizes, layer: int, dtype: torch.dtype) -> Plane:
@@ -62,6 +62,7 @@ class PoolState:
     plane: Plane
     tail: SlotTensor | None  # [pool - 1, raw width]; None where every token is its own pool
     make_keys: PoolKeys
+    kernels: Kernels
 
     @property
     def slots(self) -> tuple[SlotTensor, ...]:
@@ -71,6 +72,9 @@ class PoolState:
         """Takes the rows' raw keys [rows, width]: writes the keys of completed pools, keeps the rest in slot_out."""
         plane = pools.planes[self.plane.name]
         pool = self.plane.tokens_per_row
+        if batch.is_decode and self.kernels.replays:
+            self._advance_step(raw, batch, pools)
+            return
         for s, start in enumerate(batch.starts):
             rows, table = slice(batch.cu_rows[s], batch.cu_rows[s + 1]), batch.block_tables[s]
             if self.tail is None:
@@ -86,13 +90,27 @@ class PoolState:
                 tails = pools.slot_tensors[self.tail.name]
                 tails.index_copy_(0, batch.slot_out[s : s + 1], filled.unfinished[None])
 
+    def _advance_step(self, raw: torch.Tensor, batch: Batch, pools: DevicePools) -> None:
+        """One row of each sequence, told by device tensors alone. A row that completes no pool writes to block 0."""
+        plane, pool = pools.planes[self.plane.name], self.plane.tokens_per_row
+        offsets = batch.row_offsets // pool
+        if self.tail is None:
+            plane.index_put_((batch.row_blocks, offsets), self.make_keys(raw[:, None], batch.positions))
+            return
+        tails = pools.slot_tensors[self.tail.name]
+        step = step_pools(tails.index_select(0, batch.slot_in), raw, batch.positions, pool)
+        keys = self.make_keys(step.complete, batch.positions // pool * pool)
+        plane.index_put_((batch.row_blocks * step.is_complete, offsets * step.is_complete), keys)
+        tails.index_copy_(0, batch.slot_out, step.unfinished)
+
     def select(
-        self, queries: torch.Tensor, weights: torch.Tensor, batch: Batch, pools: DevicePools, *, count: int, tile: int
+        self, queries: torch.Tensor, weights: torch.Tensor, inputs: Inputs, pools: DevicePools, *, count: int
     ) -> Selections:
         """Selections of each piece of the batch, for queries [rows, H, D] with head weights [rows, H]."""
         plane = pools.planes[self.plane.name]
         found: list[Selection] = []
-        for rows, span in pieces(batch, tile):
+        select_keys = self.kernels.attention.select_keys
+        for rows, span in inputs.pieces:
             yield
             pool = self.plane.tokens_per_row
             found.append(select_keys(queries[rows], weights[rows], plane, span, pool=pool, count=count))
@@ -127,7 +145,7 @@ class DsaIndexer:
             scope.fill("index_kpool_compress_gate", self.k[sizes.head_dim :])
             self.ape = scope.tensor("index_kpool_compress_ape", sizes.pool, sizes.head_dim)
         tail = pool_tail(sizes, layer, dtype, raw_width)
-        self.state = PoolState(index_plane(sizes, layer, dtype), tail, self._make_keys)
+        self.state = PoolState(index_plane(sizes, layer, dtype), tail, self._make_keys, scope.kernels)
 
     @property
     def active_params(self) -> int:
@@ -155,8 +173,7 @@ class DsaIndexer:
         raw = torch.cat((keys, both[:, sizes.head_dim :]), dim=-1)
         self.state.advance(raw, inputs.batch, pools)
         heads = functional.linear(hidden.to(self.heads.dtype), self.heads).float() * sizes.heads**-0.5
-        batch = inputs.batch
-        return (yield from self.state.select(queries, heads, batch, pools, count=sizes.count, tile=config.tile))
+        return (yield from self.state.select(queries, heads, inputs, pools, count=sizes.count))
 
     def _rotate(self, x: torch.Tensor, rotation: Rotation, rotary: Rotary) -> torch.Tensor:
         """The rope part comes first."""

@@ -10,11 +10,9 @@ import torch
 from daemon.layers.inputs import Inputs
 from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
-from daemon.layers.recurrent import RECURRENT_CAPS, ConvRecurrence, columns, recurrent_state, short_conv
+from daemon.layers.recurrent import RECURRENT_CAPS, DeltaRecurrence, columns, recurrent_state, short_conv
 from daemon.layers.steps import Steps
-from kernels.delta_rule import DeltaResult, DeltaRows, delta_step
-from kernels.gated_norm import rms_norm_sigmoid_gate
-from kernels.kda import kda_bounded_decay, kda_chunk, kda_decay
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -70,15 +68,20 @@ class KimiDeltaAttention:
         self.decay_proj = Linear(scope, (("f_b_proj", width),), config.decay_rank)
         self.gate_proj = Linear(scope, (("g_b_proj", width),), config.gate_rank)
         self.out_proj = Linear(scope, (("o_proj", config.hidden_size),), width)
-        self.a_log = scope.parameters.allocate((heads,), torch.float32)
-        scope.fill("A_log", self.a_log, config.a_log_shape)
-        self.dt_bias = scope.tensor("dt_bias", width, dtype=torch.float32)
-        self.norm = scope.tensor("o_norm.weight", config.head_dim, dtype=torch.float32)
+        a_log = scope.parameters.allocate((heads,), torch.float32)
+        scope.fill("A_log", a_log, config.a_log_shape)
+        dt_bias = scope.tensor("dt_bias", width, dtype=torch.float32)
+        norm = scope.tensor("o_norm.weight", config.head_dim, dtype=torch.float32)
         conv_parts = (("q_conv1d", width), ("k_conv1d", width), ("v_conv1d", width))
         conv = short_conv(scope, conv_parts, config.conv_taps, bias=False)
         state = recurrent_state(f"layers.{layer}", conv, (heads, config.head_dim, config.head_dim), dtype)
         self.slots = state.slots
-        self.recurrence = ConvRecurrence(state, conv)
+        bound = config.lower_bound
+        decay = DecayKind.CHANNEL_SOFTPLUS if bound is None else DecayKind.CHANNEL_BOUNDED
+        mixer = DeltaMixer(
+            conv, a_log, dt_bias, norm, config.norm_eps, decay, lower_bound=bound or 0.0, gate=OutputGate.SIGMOID
+        )
+        self.recurrence = DeltaRecurrence(state, mixer, scope.kernels.recurrent)
 
     @property
     def active_params(self) -> int:
@@ -88,37 +91,7 @@ class KimiDeltaAttention:
 
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """[rows, hidden] to the same; reads and writes the mixer's slots for every sequence of the batch."""
-        config = self.config
-        heads = (-1, config.heads, config.head_dim)
-        mixed, b, decay, gate = columns(self.in_proj(hidden), config.projection_parts)
+        mixed, b, decay, gate = columns(self.in_proj(hidden), self.config.projection_parts)
         yield
-        decay = (self.decay_proj(decay).float() + self.dt_bias).view(heads)
-        gates = _Gates(config, self._log_decay(decay), b.float().sigmoid())
-        out = yield from self.recurrence.run(mixed, gates, inputs.batch, pools)
-        gated = rms_norm_sigmoid_gate(out, self.gate_proj(gate).view(heads), self.norm, config.norm_eps)
-        return self.out_proj(gated.flatten(1).to(hidden.dtype))
-
-    def _log_decay(self, decay: torch.Tensor) -> torch.Tensor:
-        if self.config.lower_bound is None:
-            return kda_decay(decay, self.a_log)
-        return kda_bounded_decay(decay, self.a_log, self.config.lower_bound)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """The recurrence of one forward."""
-
-    config: KdaConfig
-    log_decay: torch.Tensor  # [rows, H, d]
-    beta: torch.Tensor  # [rows, H]
-
-    def step(self, mixed: torch.Tensor, states: torch.Tensor) -> DeltaResult:
-        return delta_step(self._rows(mixed, slice(None)), states)
-
-    def chunk(self, mixed: torch.Tensor, rows: slice, state: torch.Tensor) -> DeltaResult:
-        return kda_chunk(self._rows(mixed, rows), state)
-
-    def _rows(self, mixed: torch.Tensor, rows: slice) -> DeltaRows:
-        q, k, v = columns(mixed, (self.config.width,) * 3)
-        heads = (-1, self.config.heads, self.config.head_dim)
-        return DeltaRows(q.view(heads), k.view(heads), v.view(heads), self.log_decay[rows], self.beta[rows])
+        rows = ProjectedRows(mixed, gate=self.gate_proj(gate), beta=b, decay=self.decay_proj(decay))
+        return self.out_proj((yield from self.recurrence.run(rows, inputs.batch, pools)))

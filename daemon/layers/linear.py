@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from daemon.layers.parameters import Scope
+from kernels.dispatch import TORCH
 
 
 class Linear:
@@ -18,14 +19,16 @@ class Linear:
         self.out_size = sum(size for _, size in parts)
         self.weight = scope.rows(((f"{name}.weight", size) for name, size in parts), in_size)
         self.bias = scope.rows((f"{name}.bias", size) for name, size in parts) if bias else None
+        self._linear = scope.kernels.rows.linear
         self._is_packed = False
-        scope.parameters.when_filled(self._pack)
+        if scope.kernels is TORCH:  # other forms read weights in their plain order
+            scope.parameters.when_filled(self._pack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, in_size] to [num_rows, out_size]."""
         if self._is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return functional.linear(x, self.weight, self.bias)
+        return self._linear(x, self.weight, self.bias)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(y), a new tensor."""
@@ -66,8 +69,9 @@ class Embedding:
         self, scope: Scope, name: str, vocab_size: int, hidden_size: int, *, makes_logits: bool = False
     ) -> None:
         self.weight = scope.tensor(f"{name}.weight", vocab_size, hidden_size)
+        self._linear = scope.kernels.rows.linear
         self._packed: torch.Tensor | None = None
-        if makes_logits and can_pack(self.weight):
+        if makes_logits and scope.kernels is TORCH and can_pack(self.weight):
             scope.parameters.num_bytes += self.weight.nbytes
             scope.parameters.when_filled(self._pack)
 
@@ -79,7 +83,7 @@ class Embedding:
         """[num_rows, hidden_size] to [num_rows, vocab_size]."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
-        return functional.linear(x, self.weight)
+        return self._linear(x, self.weight, None)
 
     def _pack(self) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)

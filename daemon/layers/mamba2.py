@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from daemon.batch import Batch
 from daemon.layers.inputs import Inputs
 from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
-from daemon.layers.recurrent import RECURRENT_CAPS, ConvRecurrence, columns, recurrent_state, short_conv
+from daemon.layers.recurrent import RECURRENT_CAPS, columns, recurrent_state, sequences, short_conv
 from daemon.layers.steps import Steps
-from kernels.gated_norm import gated_group_rms_norm
-from kernels.mamba2 import Mamba2Result, Mamba2Rows, Mamba2Weights, mamba2_chunk, mamba2_step
+from kernels.mamba2 import Mamba2Rows, Mamba2Weights
+from kernels.recurrent_slots import RecurrentSlots
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -71,10 +72,11 @@ class Mamba2Mixer:
             time_step_min=config.time_step_min,
         )
         scope.parameters.when_filled(self._finish_decay)
-        conv = short_conv(scope, (("conv1d", sum(config.conv_parts)),), config.conv_taps, bias=config.conv_bias)
-        state = recurrent_state(f"layers.{layer}", conv, (heads, config.state_dim, config.head_dim), dtype)
-        self.slots = state.slots
-        self.recurrence = ConvRecurrence(state, conv)
+        self.conv = short_conv(scope, (("conv1d", sum(config.conv_parts)),), config.conv_taps, bias=config.conv_bias)
+        state_shape = (heads, config.state_dim, config.head_dim)
+        self.state = recurrent_state(f"layers.{layer}", self.conv, state_shape, dtype)
+        self.slots = self.state.slots
+        self._forms = scope.kernels.recurrent
 
     def _finish_decay(self) -> None:
         self.per_head.a.exp_().neg_()  # the checkpoint has A_log
@@ -89,31 +91,33 @@ class Mamba2Mixer:
         config = self.config
         gate, mixed, dt = columns(self.in_proj(hidden), config.projection_parts)
         yield
-        out = yield from self.recurrence.run(mixed, _Gates(config, self.per_head, dt), inputs.batch, pools)
-        gated = gated_group_rms_norm(out.flatten(1), gate, self.norm, num_groups=config.groups, eps=config.norm_eps)
-        return self.out_proj(gated.to(hidden.dtype))
+        out = yield from self._run(mixed, dt, inputs.batch, pools)
+        gated = self._forms.group_norm(out.flatten(1), gate, self.norm, num_groups=config.groups, eps=config.norm_eps)
+        return self.out_proj(gated)
 
+    def _run(self, mixed: torch.Tensor, dt: torch.Tensor, batch: Batch, pools: DevicePools) -> Steps:
+        """[rows, heads, width] of the rows as projected."""
+        tails, states = self.state.of(pools)
+        forms = self._forms
+        if batch.is_decode:
+            conv = forms.conv_step(mixed, tails, batch.slot_in, batch.slot_out, self.conv)
+            slots = RecurrentSlots(tails, states, batch.slot_in, batch.slot_out)
+            return forms.mamba2_step(self._rows(conv, dt), self.per_head, slots)
+        outs: list[torch.Tensor] = []
+        for own, slot_in, slot_out in sequences(batch):
+            conv = forms.conv_chunk(mixed[own], tails, slot_in, slot_out, self.conv)
+            yield
+            slots = RecurrentSlots(tails, states, slot_in, slot_out)
+            outs.append(forms.mamba2_chunk(self._rows(conv, dt[own]), self.per_head, slots))
+            yield
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """The recurrence of one forward."""
-
-    config: Mamba2Config
-    weights: Mamba2Weights
-    dt: torch.Tensor  # [rows, H]
-
-    def step(self, mixed: torch.Tensor, states: torch.Tensor) -> Mamba2Result:
-        return mamba2_step(self._rows(mixed, slice(None)), self.weights, states)
-
-    def chunk(self, mixed: torch.Tensor, rows: slice, state: torch.Tensor) -> Mamba2Result:
-        return mamba2_chunk(self._rows(mixed, rows), self.weights, state)
-
-    def _rows(self, mixed: torch.Tensor, rows: slice) -> Mamba2Rows:
+    def _rows(self, mixed: torch.Tensor, dt: torch.Tensor) -> Mamba2Rows:
         config = self.config
         x, b, c = columns(mixed, config.conv_parts)
         return Mamba2Rows(
             x=x.view(-1, config.heads, config.head_dim),
-            dt=self.dt[rows],
+            dt=dt,
             b=b.view(-1, config.groups, config.state_dim),
             c=c.view(-1, config.groups, config.state_dim),
         )

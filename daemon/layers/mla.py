@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps
 from daemon.layers.inputs import Inputs, Rotary
 from daemon.layers.linear import Linear
@@ -17,8 +16,7 @@ from daemon.layers.norms import RmsNorm
 from daemon.layers.parameters import Scope
 from daemon.layers.rope import rotate
 from daemon.layers.steps import Steps
-from kernels.key_tiles import QUERY_TILE, Span
-from kernels.mla import absorb_query, expand_values, mla_attention
+from kernels.mla import absorb_query, expand_values
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
 
@@ -28,7 +26,7 @@ Rotation = Callable[[torch.Tensor, Rotary], torch.Tensor]
 PAGED_CAPS = LayerCaps(
     batched_decode=True,
     verify_rows=True,
-    graph_capture=False,  # spans of keys are cut by the host
+    graph_capture=True,
     no_host_stage=True,
     streaming=True,
     reads_history=True,
@@ -54,7 +52,6 @@ class LatentConfig:
     scale: float  # of the scores
     norm_eps: float  # of the latents' norms
     rotation: Rotation | None
-    tile: int
 
     @property
     def row_dim(self) -> int:
@@ -70,20 +67,6 @@ class LatentConfig:
 def dtype_name(dtype: torch.dtype) -> str:
     """As a StateLayout spells it."""
     return str(dtype).removeprefix("torch.")
-
-
-def pieces(batch: Batch, tile: int) -> list[tuple[slice, Span]]:
-    """Each sequence's rows in pieces as long as a query tile, and where they stand: work between two pauses.
-
-    Attention cuts its query tiles from a chunk's first row too, so pieces give the bytes of the whole chunk.
-    """
-    found: list[tuple[slice, Span]] = []
-    for s, start in enumerate(batch.starts):
-        first, last = batch.cu_rows[s], batch.cu_rows[s + 1]
-        for row in range(first, last, QUERY_TILE):
-            rows = slice(row, min(row + QUERY_TILE, last))
-            found.append((rows, Span(start + row - first, batch.block_tables[s], tile)))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +158,7 @@ class LatentAttention:
         self.planes = (self.projections.plane,)
         self.active_params = self.projections.active_params
         self.pair_flops = self.projections.pair_flops
+        self._forms = scope.kernels.attention
 
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """[rows, hidden_size] to the same: writes the rows' latents, attends to the paged history, theirs included."""
@@ -182,8 +166,9 @@ class LatentAttention:
         queries = self.projections.project(hidden, inputs, pools).absorbed
         plane = pools.planes[self.projections.plane.name]
         attended: list[torch.Tensor] = []
-        for rows, span in pieces(inputs.batch, config.tile):
+        for rows, span in inputs.pieces:
             yield
-            attended.append(mla_attention(queries[rows], plane, span, latent_dim=config.latent_dim, scale=config.scale))
+            latents = self._forms.latent(queries[rows], plane, span, latent_dim=config.latent_dim, scale=config.scale)
+            attended.append(latents)
         yield
         return self.projections.finish(attended)

@@ -8,9 +8,7 @@ from torch.nn import functional
 from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
-from kernels.moe import Activation, ActivationKind, grouped_experts, route_softmax
-
-MOE_SLAB_ROWS = 256  # experts of a long chunk run slab by slab, so that the engine can pause between them
+from kernels.moe import Activation, ActivationKind
 
 
 class GatedMlp:
@@ -52,6 +50,7 @@ class SoftmaxMoe:
 
     def __init__(self, scope: Scope, config: SoftmaxMoeConfig) -> None:
         self.config = config
+        self._forms = scope.kernels.rows
         hidden, inner = config.hidden_size, config.inner_size
         self.router = scope.tensor("gate.weight", config.num_experts, hidden)
         self.up = scope.parameters.allocate((config.num_experts, 2 * inner, hidden))  # gate above up
@@ -71,11 +70,12 @@ class SoftmaxMoe:
     def forward(self, hidden: torch.Tensor) -> Steps:
         """[num_rows, hidden_size] to the same."""
         outs: list[torch.Tensor] = []
-        for begin in range(0, hidden.shape[0], MOE_SLAB_ROWS):
+        forms, num_rows = self._forms, self._forms.expert_rows(self.config.top_k)
+        for begin in range(0, hidden.shape[0], num_rows):
             if outs:
                 yield
-            slab = hidden[begin : begin + MOE_SLAB_ROWS]
+            slab = hidden[begin : begin + num_rows]
             logits = functional.linear(slab, self.router)
-            routing = route_softmax(logits, top_k=self.config.top_k, renormalise=self.config.renormalise)
-            outs.append(grouped_experts(slab, routing, self.up, self.down, Activation(ActivationKind.SWIGLU, None)))
+            routing = forms.route_softmax(logits, top_k=self.config.top_k, renormalise=self.config.renormalise)
+            outs.append(forms.experts(slab, routing, self.up, self.down, Activation(ActivationKind.SWIGLU, None)))
         return torch.cat(outs) if len(outs) > 1 else outs[0]

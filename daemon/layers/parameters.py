@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.dispatch import Kernels, choose_kernels
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -22,9 +24,10 @@ class Target:
 class Parameters:
     """All parameters of one model. Layers allocate through scopes; the loader fills `targets`, then calls `finish`."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> None:
         self.device = device
         self.dtype = dtype
+        self.kernels = kernels or choose_kernels(device, dtype)  # the form that all layers compute in
         self.targets: dict[str, Target] = {}
         self.num_parameters = 0
         self.num_bytes = 0
@@ -75,6 +78,11 @@ class Scope:
 
     parameters: Parameters
     prefix: str
+
+    @property
+    def kernels(self) -> Kernels:
+        """The form that all layers compute in."""
+        return self.parameters.kernels
 
     def __truediv__(self, name: str) -> "Scope":
         """The scope one level down."""

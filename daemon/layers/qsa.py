@@ -11,14 +11,13 @@ import torch
 from daemon.layers.indexer import IndexSizes, PoolState, Selections, index_plane, pool_tail
 from daemon.layers.inputs import Inputs
 from daemon.layers.linear import Linear
-from daemon.layers.mla import PAGED_CAPS, dtype_name, pieces
+from daemon.layers.mla import PAGED_CAPS, dtype_name
 from daemon.layers.norms import ZeroCentredRmsNorm
 from daemon.layers.parameters import Scope
 from daemon.layers.recurrent import columns
 from daemon.layers.rope import Rope, rotate
 from daemon.layers.steps import Steps
 from kernels.indexer import mean_pool_keys
-from kernels.sparse_attention import sparse_attention
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -33,7 +32,6 @@ class QsaConfig:
     head_dim: int
     index: IndexSizes
     norm_eps: float
-    tile: int
 
 
 class QsaAttention:
@@ -45,6 +43,7 @@ class QsaAttention:
         self.config = config
         self.rope = rope
         self.scale = config.head_dim**-0.5
+        self._forms = scope.kernels.attention
         hidden_size, eps, index = config.hidden_size, config.norm_eps, config.index
         query_width, key_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = Linear(scope, (("q_proj", 2 * query_width),), hidden_size)  # each head's [query | gate]
@@ -61,7 +60,7 @@ class QsaAttention:
         self.k_plane = Plane(f"layers.{layer}.k", dtype_name(dtype), row_shape)
         self.v_plane = Plane(f"layers.{layer}.v", dtype_name(dtype), row_shape)
         tail = pool_tail(index, layer, dtype, index.head_dim)
-        self.state = PoolState(index_plane(index, layer, dtype), tail, self._make_keys)
+        self.state = PoolState(index_plane(index, layer, dtype), tail, self._make_keys, scope.kernels)
         self.planes = (self.k_plane, self.v_plane, self.state.plane)
         self.slots = self.state.slots
 
@@ -90,9 +89,9 @@ class QsaAttention:
         k_plane.index_put_(place, rotate(self.k_norm(keys), inputs.rotary))
         v_plane.index_put_(place, values)
         attended: list[torch.Tensor] = []
-        for (rows, span), selection in zip(pieces(batch, config.tile), selections, strict=True):
+        for (rows, span), selection in zip(inputs.pieces, selections, strict=True):
             yield
-            attended.append(sparse_attention(queries[rows], k_plane, v_plane, span, selection, scale=self.scale))
+            attended.append(self._forms.sparse(queries[rows], k_plane, v_plane, span, selection, scale=self.scale))
         yield
         return self.out((torch.cat(attended) * torch.sigmoid(gate)).flatten(1))
 
@@ -103,9 +102,7 @@ class QsaAttention:
         queries = rotate(self.index_q_norm(queries.reshape(-1, index.heads, index.head_dim)), inputs.rotary)
         self.state.advance(raw, inputs.batch, pools)
         ones = torch.ones(queries.shape[:2], device=queries.device)
-        return (
-            yield from self.state.select(queries, ones, inputs.batch, pools, count=index.count, tile=self.config.tile)
-        )
+        return (yield from self.state.select(queries, ones, inputs, pools, count=index.count))
 
     def _make_keys(self, complete: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
         keys = self.index_k_norm(mean_pool_keys(complete))

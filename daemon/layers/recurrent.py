@@ -5,9 +5,9 @@ the chunk forms, so that no row of one can meet another's state, and a chunk's s
 slot_in and written at slot_out after the rows; slots that a batch does not name are never touched.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -15,7 +15,10 @@ from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
-from kernels.causal_conv import ConvWeights, causal_conv_chunk, causal_conv_step
+from kernels.causal_conv import ConvWeights
+from kernels.delta_mixer import DeltaMixer, ProjectedRows
+from kernels.dispatch import RecurrentForms
+from kernels.recurrent_slots import RecurrentSlots
 from tiers.layout import SlotTensor
 from tiers.pools import DevicePools
 
@@ -29,27 +32,6 @@ RECURRENT_CAPS = LayerCaps(
 )
 
 
-class Recurred(Protocol):
-    """Outputs of some rows and the state after them."""
-
-    @property
-    def out(self) -> torch.Tensor: ...
-    @property
-    def state(self) -> torch.Tensor: ...
-
-
-class Recurrence(Protocol):
-    """The recurrence of one forward, holding whatever it takes from each row besides the convolution's output."""
-
-    def step(self, mixed: torch.Tensor, states: torch.Tensor) -> Recurred:
-        """All rows, each a sequence of its own: mixed [rows, channels], states [rows, *shape]."""
-        ...
-
-    def chunk(self, mixed: torch.Tensor, rows: slice, state: torch.Tensor) -> Recurred:
-        """Rows `rows` of the batch, of one sequence: mixed [their number, channels], state [*shape]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
     """The two slot tensors of a mixer, by name."""
@@ -60,6 +42,10 @@ class RecurrentState:
     @property
     def slots(self) -> tuple[SlotTensor, SlotTensor]:
         return self.conv, self.recurrent
+
+    def of(self, pools: DevicePools) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tails and the states of all slots."""
+        return pools.slot_tensors[self.conv.name], pools.slot_tensors[self.recurrent.name]
 
 
 def recurrent_state(
@@ -95,32 +81,31 @@ def columns(x: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
     return [x[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
 
 
+def sequences(batch: Batch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Each sequence's rows, its slot_in and its slot_out, both [1]."""
+    for s, (first, last) in enumerate(pairwise(batch.cu_rows)):
+        yield slice(first, last), batch.slot_in[s : s + 1], batch.slot_out[s : s + 1]
+
+
 @dataclass(frozen=True, slots=True)
-class ConvRecurrence:
-    """A convolution followed by a recurrence, over the rows of a batch."""
+class DeltaRecurrence:
+    """A delta-rule mixer between its projections, over the rows of a batch."""
 
     state: RecurrentState
-    conv: ConvWeights
+    mixer: DeltaMixer
+    forms: RecurrentForms
 
-    def run(self, mixed: torch.Tensor, recurrence: Recurrence, batch: Batch, pools: DevicePools) -> Steps:
-        """`mixed` [rows, channels] as projected; returns what the recurrence puts out, [rows, heads, width] fp32."""
-        tails = pools.slot_tensors[self.state.conv.name]
-        states = pools.slot_tensors[self.state.recurrent.name]
+    def run(self, rows: ProjectedRows, batch: Batch, pools: DevicePools) -> Steps:
+        """The rows as projected; returns what the output projection reads, [rows, heads x width]."""
+        tails, states = self.state.of(pools)
         if batch.is_decode:
-            conv = causal_conv_step(mixed, tails.index_select(0, batch.slot_in), self.conv)
-            result = recurrence.step(conv.out, states.index_select(0, batch.slot_in))
-            tails.index_copy_(0, batch.slot_out, conv.tail)
-            states.index_copy_(0, batch.slot_out, result.state)
-            return result.out
+            return self.forms.delta_step(rows, self.mixer, RecurrentSlots(tails, states, batch.slot_in, batch.slot_out))
         outs: list[torch.Tensor] = []
-        for s in range(batch.num_seqs):
-            rows = slice(batch.cu_rows[s], batch.cu_rows[s + 1])
-            slot_in, slot_out = batch.slot_in[s : s + 1], batch.slot_out[s : s + 1]
-            conv = causal_conv_chunk(mixed[rows], tails.index_select(0, slot_in)[0], self.conv)
+        for own, slot_in, slot_out in sequences(batch):
+            mixed = self.forms.conv_chunk(rows.mixed[own], tails, slot_in, slot_out, self.mixer.conv)
             yield
-            result = recurrence.chunk(conv.out, rows, states.index_select(0, slot_in)[0])
-            tails.index_copy_(0, slot_out, conv.tail[None])
-            states.index_copy_(0, slot_out, result.state[None])
-            outs.append(result.out)
+            chunk = ProjectedRows(mixed, rows.gate[own], rows.beta[own], rows.decay[own])
+            outs.append(self.forms.delta_chunk(chunk, self.mixer, RecurrentSlots(tails, states, slot_in, slot_out)))
             yield
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return self.forms.delta_norm(out, rows.gate, self.mixer)

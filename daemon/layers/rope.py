@@ -7,6 +7,7 @@ from enum import StrEnum
 import torch
 
 from daemon.layers.inputs import Rotary
+from kernels import qk_rope
 
 
 class RopeKind(StrEnum):
@@ -70,12 +71,7 @@ class Rope:
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotates each head's leading dimensions, first half against second: [num_rows, heads, head_dim], a new tensor."""
-    rotary_dim = rotary.cos.shape[2]
-    turning = x[..., :rotary_dim]
-    turned = torch.addcmul(turning * rotary.cos, turning.roll(rotary_dim // 2, -1), rotary.sin)
-    if rotary_dim == x.shape[2]:
-        return turned
-    return torch.cat((turned, x[..., rotary_dim:]), -1)
+    return qk_rope.rotate(x, rotary.cos, rotary.sin)
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:

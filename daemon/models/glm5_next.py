@@ -16,7 +16,7 @@ from daemon.layers.dsa import SelectingLatentAttention
 from daemon.layers.experts import ExpertSizes, Mlp, Moe
 from daemon.layers.hyper import HyperConnection
 from daemon.layers.indexer import DsaIndexConfig, IndexSizes
-from daemon.layers.inputs import make_inputs
+from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.kda import KdaConfig, KimiDeltaAttention
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mixing import Mixer, mix
@@ -99,7 +99,7 @@ class Glm5Next:
         if config.index.sizes.pool == 1:
             parameters.ignore(r".*\.indexer\.index_kpool_compress_(gate|ape)")  # a softmax over one token is 1
         self.num_streams = config.num_streams
-        self.tile = options.tile
+        self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
         self.embedding = Embedding(body, "embed_tokens", config.vocab_size, size)
         self.layers = [_layer(body / "layers" / str(i), i, config) for i in range(len(config.mixer_types))]
         self.norm = RmsNorm(body, "norm", size, config.norm_eps)
@@ -134,7 +134,7 @@ class Glm5Next:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         streams = expand_streams(self.embedding(batch.token_ids), self.num_streams)
-        inputs = make_inputs(batch, pools.layout.block_size, self.tile, streams.dtype, None)
+        inputs = make_inputs(batch, pools.layout.block_size, self.form, None)
         for layer in self.layers:
             way = layer.mixer_way.enter(streams)
             out = yield from mix(layer.mixer, layer.mixer_norm(way.collapsed), inputs, pools)
@@ -209,7 +209,6 @@ def _config(fields: Fields, options: BuildOptions) -> Glm5NextConfig:
             heads_dtype=options.dtype,
             rope_dim=0,
             rotation=None,
-            tile=options.tile,
         ),
         experts=expert_sizes(fields, activation),
         rule=sigmoid_rule(fields),

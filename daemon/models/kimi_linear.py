@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from daemon.layers.decoder import Decoder, DecoderLayer
 from daemon.layers.experts import Experts, Mlp, Moe, SigmoidRouter
+from daemon.layers.inputs import InputForm
 from daemon.layers.kda import KdaConfig, KimiDeltaAttention
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mla import LatentAttention, LatentConfig
@@ -73,7 +74,8 @@ def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Mode
         dtype=options.dtype,
         device=options.device,
     )
-    return PlainModel(facts, Decoder(embedding, tuple(layers), norm, head, None, options.tile))
+    form = InputForm(parameters.kernels, options.tile, options.dtype, None)
+    return PlainModel(facts, Decoder(embedding, tuple(layers), norm, head, None, form))
 
 
 def _moe(scope: Scope, fields: Fields) -> Moe:

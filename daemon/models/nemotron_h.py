@@ -9,7 +9,7 @@ from daemon.batch import Batch
 from daemon.layers.attention import Attention, AttentionConfig
 from daemon.layers.caps import combine
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
-from daemon.layers.inputs import make_inputs
+from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mamba2 import Mamba2Config, Mamba2Mixer
 from daemon.layers.mixing import mix
@@ -77,7 +77,8 @@ class NemotronModel:
         ]
         self.norm = WideRmsNorm(body, "norm_f", size, config.norm_eps)
         self.head = Linear(root, (("lm_head", config.vocab_size),), size)
-        self.tile = options.tile
+        head_dim = 0 if config.attention is None else config.attention.head_dim
+        self.form = InputForm(parameters.kernels, options.tile, options.dtype, head_dim or None)
         self.facts = ModelFacts(
             family="nemotron_h",
             vocab_size=config.vocab_size,
@@ -103,7 +104,7 @@ class NemotronModel:
     def forward(self, batch: Batch, pools: DevicePools) -> Steps:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
-        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, None)
+        inputs = make_inputs(batch, pools.layout.block_size, self.form, None)
         for block in self.blocks:
             normed = block.norm(hidden)
             if isinstance(block.part, Attention | Mamba2Mixer):

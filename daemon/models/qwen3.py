@@ -2,6 +2,7 @@
 
 from daemon.layers.attention import Attention
 from daemon.layers.decoder import Decoder, DecoderLayer
+from daemon.layers.inputs import InputForm
 from daemon.layers.mlp import GatedMlp
 from daemon.layers.norms import RmsNorm
 from daemon.layers.parameters import Parameters
@@ -30,5 +31,6 @@ def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Mode
             )
         )
     norm = RmsNorm(root / "model", "norm", hidden_size, config.norm_eps)
-    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), options.tile)
+    form = InputForm(parameters.kernels, options.tile, options.dtype, config.attention.head_dim)
+    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), form)
     return plain_model("qwen3", config, decoder, root, options)

@@ -15,7 +15,7 @@ from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SoftmaxRouter
 from daemon.layers.gated_delta_net import GatedDeltaNet, GatedDeltaSizes
 from daemon.layers.hyper import GatedResidual, StreamSizes
 from daemon.layers.indexer import IndexSizes
-from daemon.layers.inputs import make_inputs
+from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mixing import Mixer, mix
 from daemon.layers.parameters import Parameters, Scope
@@ -83,7 +83,7 @@ class Qwen4Exp:
         # Vision towers and layers that predict more than one token are not part of this model.
         parameters.ignore(r"(model\.)?visual\..*", r"mtp\..*")
         self.num_streams = config.streams.num_streams
-        self.tile = options.tile
+        self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
         self.rope = Rope(config.rope, options.device)
         self.embedding = Embedding(body, "embed_tokens", config.vocab_size, size)
         self.layers: list[Qwen4ExpLayer] = []
@@ -143,7 +143,7 @@ class Qwen4Exp:
         yield
         streams = self.embedding(batch.token_ids).repeat(1, self.num_streams)
         rotary = self.rope.rows(batch.positions, streams.dtype)
-        inputs = make_inputs(batch, pools.layout.block_size, self.tile, streams.dtype, rotary)
+        inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
         for layer in self.layers:
             if layer.ple is not None:
                 streams = yield from layer.ple.forward(streams, fetches.pop(0), batch, pools)
@@ -230,7 +230,7 @@ def _config(fields: Fields, options: BuildOptions) -> Qwen4ExpConfig:
         eos_token_ids=tuple(sorted({token for token in fields.counts("eos_token_id") if token < vocab_size})),
         mixer_types=mixer_types,
         delta=_delta_sizes(fields),
-        attention=QsaConfig(hidden, heads, kv_heads, head_dim, index, norm_eps, options.tile),
+        attention=QsaConfig(hidden, heads, kv_heads, head_dim, index, norm_eps),
         experts=experts,
         top_k=top_k,
         renormalise=fields.flag("norm_topk_prob", True),

@@ -11,6 +11,7 @@ from daemon.layers.decoder import Mlp as AnyMlp
 from daemon.layers.experts import Experts, Mlp, Moe, SoftmaxRouter
 from daemon.layers.gated_attention import GatedAttention, GatedAttentionConfig
 from daemon.layers.gated_delta_net import GatedDeltaNet, GatedDeltaSizes
+from daemon.layers.inputs import InputForm
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.norms import ZeroCentredRmsNorm
 from daemon.layers.parameters import Parameters, Scope
@@ -162,7 +163,8 @@ def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: Build
         dtype=options.dtype,
         device=options.device,
     )
-    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), options.tile)
+    form = InputForm(parameters.kernels, options.tile, options.dtype, config.attention.head_dim)
+    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), form)
     return PlainModel(facts, decoder)
 
 

@@ -15,7 +15,7 @@ from daemon.layers.caps import combine
 from daemon.layers.dsa import SparseLatentAttention
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
 from daemon.layers.indexer import DsaIndexConfig, IndexSizes
-from daemon.layers.inputs import make_inputs
+from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.linear import Embedding, Linear
 from daemon.layers.mla import LatentConfig, Rotation, rotate_interleaved
 from daemon.layers.norms import RmsNorm
@@ -83,7 +83,6 @@ def sparse_latent_config(fields: Fields, options: BuildOptions, index_rotation: 
         heads_dtype=torch.float32,
         rope_dim=rope_dim,
         rotation=index_rotation,
-        tile=options.tile,
     )
     return SparseLatentConfig(
         vocab_size=vocab_size,
@@ -128,7 +127,6 @@ def latent_config(fields: Fields, options: BuildOptions, *, rope: RopeConfig | N
         scale=scale,
         norm_eps=norm_eps,
         rotation=None if rope is None else rotate_interleaved,
-        tile=options.tile,
     )
 
 
@@ -211,7 +209,7 @@ class SparseLatentModel:
         else:
             self.head = Linear(root, (("lm_head", config.vocab_size),), size)
         self.rope = Rope(config.rope, options.device)
-        self.tile = options.tile
+        self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
         self.facts = ModelFacts(
             family=family,
             vocab_size=config.vocab_size,
@@ -240,7 +238,7 @@ class SparseLatentModel:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
         rotary = self.rope.rows(batch.positions, hidden.dtype)
-        inputs = make_inputs(batch, pools.layout.block_size, self.tile, hidden.dtype, rotary)
+        inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
         selections: list[Selection] | None = None
         for layer in self.layers:
             result = yield from layer.attention.forward(layer.attention_norm(hidden), inputs, pools, selections)

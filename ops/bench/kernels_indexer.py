@@ -6,9 +6,10 @@ import torch
 from torch.nn.functional import rms_norm
 
 from kernels.host import ints
+from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 from kernels.triton_block_copy import gather_images, scatter_images
 from kernels.triton_indexer import FP8, ScoreRows, ScoreTiles, index_scores
-from kernels.triton_qk_rope import HeadNorm, HeadNorms, Heads, Places, turn_and_write
+from kernels.triton_qk_rope import turn_and_write
 from kernels.triton_topk import top_keys
 from ops.bench.kernels_pages import BLOCK, Layout, as_pages, make_pages
 from ops.bench.kernels_timing import DEVICE, Row, Run, Way, relative_error, seeded

@@ -113,7 +113,7 @@ class Probe:
         """Called with the row that the first token is drawn from, while the sequence still holds its state."""
         pools, size = self.engine.pools, self.engine.device.layout.block_size
         prompt_len = sequence.request.prompt_len
-        table = torch.tensor(sequence.block_table[: -(-prompt_len // size)])
+        table = torch.tensor(sequence.block_table[: -(-prompt_len // size)], device=pools.blocks.device)
         planes = hashlib.blake2b()
         for plane in pools.layout.planes:
             rows = pools.planes[plane.name].index_select(0, table).flatten(0, 1)[: prompt_len // plane.tokens_per_row]
@@ -142,7 +142,7 @@ class _Watching(Sampler):
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def main() -> None:

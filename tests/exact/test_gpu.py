@@ -1,12 +1,19 @@
-"""The cache's exactness on an accelerator: device, host and disk hits and a restart have the bytes of a cold run."""
+"""Exactness on an accelerator: of the cache over all tiers, and of replayed decode steps."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from daemon.batch import SequenceRows, make_batch
+from daemon.config import EngineConfig
+from daemon.engine.captured import DecodeRow, Draw
+from daemon.engine.decode_step import DecodeStep
+from daemon.models.base import finish
+from daemon.models.load import load_model
 from ops.models.shipped import TINY_HYBRID
 from tests.exact.test_exact import GRID, Step, assert_same_bytes, random_ids, run_process
+from tiers.pools import DevicePools
 
 LENGTHS = (1024, 1025, 2049, 3000)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator here")
@@ -32,3 +39,64 @@ def test_every_tier_gives_the_bytes_of_a_cold_run_on_the_accelerator(tmp_path: P
             assert hit.cached_len == (cold.prompt_len - 1) // GRID * GRID, path
             assert tier == "device" or hit.cached_len == (hit.from_host if tier == "host" else hit.from_disk), path
             assert_same_bytes(cold, hit)
+
+
+def test_replayed_steps_have_the_bytes_of_eager_ones_and_replays_happened() -> None:
+    """Three sequences, of which one leaves, over a change of the table's length; every state and every logit."""
+    lengths = [1010, 37, 200]
+    texts = [random_ids(1100, 50 + s, 8_000) for s in range(3)]
+    config = EngineConfig(str(TINY_HYBRID), device="cuda", grid=GRID)
+    with torch.inference_mode():
+        model = load_model(config, lambda _done, _total: None).model
+        tables = [[1 + 40 * s + b for b in range(40)] for s in range(3)]
+        seen: list[list[torch.Tensor]] = []
+        steps: list[DecodeStep] = []
+        for captures in (True, False):
+            pools = DevicePools(model.layout(64), 128, 8, model.facts.device)
+            for s, length in enumerate(lengths):
+                rows = SequenceRows(texts[s][:length], 0, tables[s], 2 + s, 2 + s)
+                finish(model.forward(make_batch([rows], 64, model.facts.device), pools))
+            step = DecodeStep(model, pools, captures=captures)
+            step.prepare(4)
+            before = step.counts.replayed
+            found: list[torch.Tensor] = []
+            for t in range(30):
+                alive = [0, 1, 2] if t < 20 else [2, 0]
+                draw = [Draw(), Draw(temperature=0.7, top_p=0.9, number=0.3), None]
+                ends = [lengths[s] + t for s in range(3)]
+                decoded = step.run(
+                    [
+                        DecodeRow(texts[s][ends[s]], ends[s], tables[s][: ends[s] // 64 + 1], 2 + s, draw[s])
+                        for s in alive
+                    ]
+                )
+                assert [token is None for token in decoded.tokens] == [s == 2 for s in alive]
+                found += [decoded.logits.clone(), torch.tensor([token or 0 for token in decoded.tokens])]
+            assert step.counts.replayed - before == (30 if captures else 0)
+            assert step.counts.eager == (0 if captures else 30)
+            assert step.counts.failed_captures == 0
+            seen.append([*found, pools.slots[2:5].clone(), pools.blocks[1:].clone()])
+            steps.append(step)
+        assert len(steps[0].graphs()) > 3
+        for replayed, eager in zip(*seen, strict=True):
+            assert torch.equal(replayed, eager)
+
+
+def test_a_mixed_batch_equals_its_members_alone_within_rounding() -> None:
+    config = EngineConfig(str(TINY_HYBRID), device="cuda", grid=GRID)
+    lengths = [700, 65, 333, 1]
+    with torch.inference_mode():
+        model = load_model(config, lambda _done, _total: None).model
+        tables = [[1 + 16 * s + b for b in range(16)] for s in range(4)]
+        outs: list[torch.Tensor] = []
+        for together in (True, False):
+            pools = DevicePools(model.layout(64), 80, 8, model.facts.device)
+            for s, length in enumerate(lengths):
+                rows = SequenceRows(random_ids(length, 60 + s, 8_000), 0, tables[s], 2 + s, 2 + s)
+                finish(model.forward(make_batch([rows], 64, model.facts.device), pools))
+            step = DecodeStep(model, pools, captures=True)
+            rows = [DecodeRow(9, n, tables[s], 2 + s, Draw()) for s, n in enumerate(lengths)]
+            parts = [rows] if together else [[row] for row in rows]
+            outs.append(torch.cat([step.run(part).logits.clone() for part in parts]))
+        error = torch.linalg.vector_norm(outs[0] - outs[1]) / torch.linalg.vector_norm(outs[1])
+        assert float(error) < 2e-2

@@ -1,16 +1,19 @@
 """The fused decode of delta-rule mixers: against float64, and what it leaves alone."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_decode_reference
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
+from kernels.triton_delta_few import delta_few
 from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
 
 TAPS = 4
 SHAPES = [(2, 4, 16, 32), (1, 3, 12, 20)] if INTERPRETED else [(16, 32, 128, 128), (2, 4, 64, 64), (1, 3, 12, 20)]
-TILES = [DeltaDecodeTiles(16, 4, 2), DeltaDecodeTiles(128, 8, 1)]
+STEPS = [*(partial(delta_decode, tiles=DeltaDecodeTiles(*t)) for t in ((16, 4, 2), (128, 8, 1))), delta_few]
 
 
 def make(num_rows, k_heads, heads, dk, dv, decay=DecayKind.HEAD_SOFTPLUS, gate=OutputGate.SILU, seed=0):
@@ -32,10 +35,10 @@ def make(num_rows, k_heads, heads, dk, dv, decay=DecayKind.HEAD_SOFTPLUS, gate=O
     return ProjectedRows(*parts[:4]), mixer
 
 
-def compare(rows, mixer, slots, tiles=None):
+def compare(rows, mixer, slots, step=delta_decode):
     expected_slots = copy_of(slots)
     expected = delta_decode_reference(rows, mixer, expected_slots)
-    out = delta_decode(rows, mixer, slots, tiles=tiles)
+    out = step(rows, mixer, slots)
     written = slots.slot_out
     assert relative_error(out, expected) < 6e-3, "the convolution's output and the result are bfloat16"
     assert relative_error(slots.states[written], expected_slots.states[written]) < 6e-3
@@ -46,20 +49,20 @@ def compare(rows, mixer, slots, tiles=None):
 
 
 @pytest.mark.parametrize(("k_heads", "heads", "dk", "dv"), SHAPES)
-@pytest.mark.parametrize("tiles", TILES)
-def test_head_decay_equals_float64(k_heads, heads, dk, dv, tiles):
+@pytest.mark.parametrize("step", STEPS)
+def test_head_decay_equals_float64(k_heads, heads, dk, dv, step):
     rows, mixer = make(3, k_heads, heads, dk, dv)
     channels = rows.mixed.shape[1]
-    compare(rows, mixer, make_slots([4, 1, 0], [4, 2, 0], (TAPS - 1, channels), (heads, dk, dv), seed=7), tiles)
+    compare(rows, mixer, make_slots([4, 1, 0], [4, 2, 0], (TAPS - 1, channels), (heads, dk, dv), seed=7), step)
 
 
 @pytest.mark.parametrize("decay", [DecayKind.CHANNEL_SOFTPLUS, DecayKind.CHANNEL_BOUNDED])
-@pytest.mark.parametrize("tiles", TILES)
-def test_channel_decay_equals_float64(decay, tiles):
+@pytest.mark.parametrize("step", STEPS)
+def test_channel_decay_equals_float64(decay, step):
     heads, dk, dv = (2, 16, 16) if INTERPRETED else (64, 128, 128)
     rows, mixer = make(2, heads, heads, dk, dv, decay, OutputGate.SIGMOID, seed=20)
     slots = make_slots([1, 3], [1, 0], (TAPS - 1, rows.mixed.shape[1]), (heads, dk, dv), seed=9)
-    compare(rows, mixer, slots, tiles)
+    compare(rows, mixer, slots, step)
 
 
 def test_a_row_alone_gives_the_bytes_it_gives_in_a_batch():

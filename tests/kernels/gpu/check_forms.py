@@ -9,6 +9,7 @@ from kernels.triton_forms import TRITON
 from tests.kernels.gpu.paged import DEVICE, make_pages, pool, randn, relative_error, shuffled_tables, write_rows
 
 BLOCK = 16
+FORMS = (TORCH.attention, TRITON.attention)
 
 
 def finish(steps):
@@ -27,16 +28,10 @@ def test_a_mixed_batch_equals_the_torch_form():
     rows = PagedRows(tables, tuple(n - c for n, c in zip(lengths, counts, strict=True)), cu_rows)
     sizes = AttentionSizes(BLOCK, 64, torch.bfloat16, 64)
     q = randn(57, 4, 64, seed=2)
-    outs = [
-        finish(form.paged_attention(q, pages.k_plane, pages.v_plane, form.plan_attention(rows, sizes), 0.125))
-        for form in (TORCH, TRITON)
-    ]
+    outs = [finish(form.attend(q, pages.k_plane, pages.v_plane, form.plan(rows, sizes), 0.125)) for form in FORMS]
     assert relative_error(outs[1], outs[0]) < 8e-3
     decode = PagedRows(tables, tuple(n - 1 for n in lengths), (0, 1, 2, 3, 4))
-    outs = [
-        finish(form.paged_attention(q[:4], pages.k_plane, pages.v_plane, form.plan_attention(decode, sizes), 0.125))
-        for form in (TORCH, TRITON)
-    ]
+    outs = [finish(form.attend(q[:4], pages.k_plane, pages.v_plane, form.plan(decode, sizes), 0.125)) for form in FORMS]
     assert relative_error(outs[1], outs[0]) < 8e-3
 
 
@@ -49,15 +44,39 @@ def test_latent_rows_select_and_attend_as_the_torch_forms_do():
     for num_rows in (1, 11):
         span = Span(length - num_rows, table, 64)
         q = randn(num_rows, 4, 48, seed=6)
-        outs = [form.mla_attention(q, latents, span, latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        outs = [form.latent(q, latents, span, latent_dim=32, scale=0.1) for form in FORMS]
         assert relative_error(outs[1], outs[0]) < 8e-3
         index_q, weights = randn(num_rows, 4, 32, seed=7), randn(num_rows, 4, seed=8, dtype=torch.float32)
-        picked = [
-            form.select_keys(index_q, weights, index_keys, span, pool=pool_tokens, count=5) for form in (TORCH, TRITON)
-        ]
+        picked = [form.select_keys(index_q, weights, index_keys, span, pool=pool_tokens, count=5) for form in FORMS]
         assert torch.equal(picked[0].picks, picked[1].picks)
-        outs = [form.sparse_mla(q, latents, span, picked[0], latent_dim=32, scale=0.1) for form in (TORCH, TRITON)]
+        outs = [form.sparse_latent(q, latents, span, picked[0], latent_dim=32, scale=0.1) for form in FORMS]
         assert relative_error(outs[1], outs[0]) < 8e-3
+
+
+def test_a_step_of_many_sequences_equals_each_by_itself():
+    lengths, pool_tokens = [70, 1, 41, 24], 4
+    latents, index_keys = (pool(16, [shape], torch.bfloat16)[0] for shape in ((BLOCK, 48), (BLOCK // pool_tokens, 32)))
+    tables = shuffled_tables(lengths, BLOCK, 15, seed=21).clamp(max=15).long()
+    for s, length in enumerate(lengths):
+        write_rows(latents, tables[s], randn(length, 48, seed=22 + s))
+        write_rows(index_keys, tables[s], randn(length // pool_tokens, 32, seed=32 + s))
+    # As of a step to be replayed: the host knows no more than what there is room for.
+    positions = torch.tensor([n - 1 for n in lengths], device=DEVICE)
+    most = tables.shape[1] * BLOCK - 1
+    form = FORMS[1]
+    batch = form.span_batch(PagedRows(tables, (most,) * 4, (0, 1, 2, 3, 4), positions), BLOCK)
+    assert batch is not None
+    q, index_q = randn(4, 4, 48, seed=42), randn(4, 4, 32, seed=43)
+    weights = randn(4, 4, seed=44, dtype=torch.float32)
+    dense = form.latent(q, latents, batch, latent_dim=32, scale=0.1)
+    picked = form.select_keys(index_q, weights, index_keys, batch, pool=pool_tokens, count=5)
+    sparse = form.sparse_latent(q, latents, batch, picked, latent_dim=32, scale=0.1)
+    for s, length in enumerate(lengths):
+        row, span = slice(s, s + 1), Span(length - 1, tables[s], 64)
+        assert torch.equal(form.latent(q[row], latents, span, latent_dim=32, scale=0.1), dense[row])
+        alone = form.select_keys(index_q[row], weights[row], index_keys, span, pool=pool_tokens, count=5)
+        assert torch.equal(alone.picks, picked.picks[row])
+        assert torch.equal(form.sparse_latent(q[row], latents, span, alone, latent_dim=32, scale=0.1), sparse[row])
 
 
 def test_selected_heads_equal_the_torch_form():
@@ -67,11 +86,9 @@ def test_selected_heads_equal_the_torch_form():
     write_rows(index_keys, table, randn(50, 32, seed=10))
     span = Span(41, table, 64)
     index_q, weights = randn(9, 2, 32, seed=11), torch.ones(9, 2, device=DEVICE)
-    selection = TRITON.select_keys(index_q, weights, index_keys, span, pool=1, count=12)
+    selection = FORMS[1].select_keys(index_q, weights, index_keys, span, pool=1, count=12)
     q = randn(9, 2, 64, seed=12)
-    outs = [
-        form.sparse_attention(q, pages.k_plane, pages.v_plane, span, selection, scale=0.125) for form in (TORCH, TRITON)
-    ]
+    outs = [form.sparse(q, pages.k_plane, pages.v_plane, span, selection, scale=0.125) for form in FORMS]
     assert relative_error(outs[1], outs[0]) < 8e-3
 
 
@@ -79,7 +96,7 @@ def test_before_the_first_pool_nothing_is_selected():
     index_keys = pool(1, [(BLOCK // 4, 32)], torch.bfloat16)[0]
     span = Span(0, torch.zeros(1, dtype=torch.int64, device=DEVICE), 64)
     args = (randn(3, 2, 32, seed=13), torch.ones(3, 2, device=DEVICE), index_keys, span)
-    assert (TRITON.select_keys(*args, pool=4, count=5).picks == -1).all()
+    assert (FORMS[1].select_keys(*args, pool=4, count=5).picks == -1).all()
 
 
 def test_the_form_follows_the_device_and_the_dtype():

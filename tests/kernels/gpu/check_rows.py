@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 from kernels.triton_block_copy import gather_images, scatter_images
-from kernels.triton_qk_rope import HeadNorm, HeadNorms, Heads, Places, turn_and_write
+from kernels.triton_qk_rope import turn_and_write
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, NAN_BYTE, pool, randn, relative_error
 
 BLOCK = 4

@@ -27,8 +27,13 @@ def ids(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype)
 
 
+def tables(*shape):
+    """Block tables, as the daemon's batches have them."""
+    return ids(*shape, dtype=torch.int64)
+
+
 def decode_plan(split):
-    return plan_decode(DecodeRows(ids(2, 2048), ids(2), ids(2)), block_size=64, split=split, most_items=300)
+    return plan_decode(DecodeRows(tables(2, 2048), ids(2), ids(2)), block_size=64, split=split, most_items=300)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
 )
 def test_paged_prefill(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
-    chunks = ChunkRows(ids(1, 64), (64,), (0, 1000))
+    chunks = ChunkRows(tables(1, 64), (64,), (0, 1000))
     plan = plan_prefill(chunks, (0,), block_size=64, rows_per_tile=prefill_tiles(head_dim).rows)
     with machine_code() as code:
         paged_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, head_dim**-0.5)
@@ -73,7 +78,7 @@ def test_paged_prefill(heads, kv_heads, head_dim):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (9, 3, 64)], 1))
 def test_prefill_by_groups_of_warps(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
-    plan = plan_prefill(ChunkRows(ids(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
+    plan = plan_prefill(ChunkRows(tables(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
     # At 256 the two groups hold all they can; what little they put aside did not keep it from 88% of the matrix rate.
     with machine_code(40 if head_dim == 256 else 0) as code:
         grouped_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, 0.1)
@@ -89,7 +94,7 @@ def test_prefill_by_groups_of_warps(heads, kv_heads, head_dim):
 def test_latent_attention(heads, latent_dim, rope_dim):
     latents = plane(64, latent_dim + rope_dim)
     q = ids(2, heads, latent_dim + rope_dim, dtype=BF16)
-    selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), ids(2, 2048))
+    selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), tables(2, 2048))
     with machine_code() as code:
         mla_decode(q, latents, decode_plan(1024), latent_dim=latent_dim, scale=0.1)
         sparse_mla_decode(q, latents, selected, latent_dim=latent_dim, scale=0.1)
@@ -101,7 +106,7 @@ def test_latent_attention(heads, latent_dim, rope_dim):
 
 def test_selected_pools_of_grouped_heads():
     k, v = (plane(64, 2, 256) for _ in range(2))
-    selected = SelectedRows(ids(2, 128), 16, ids(2), ids(2), ids(2, 2048))
+    selected = SelectedRows(ids(2, 128), 16, ids(2), ids(2), tables(2, 2048))
     with machine_code() as code:
         sparse_decode(ids(2, 16, 256, dtype=BF16), k, v, selected, 0.1)
     assert code.of("_attend_selected_kernel").instructions["HMMA"]

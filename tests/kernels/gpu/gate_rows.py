@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 from kernels.triton_block_copy import gather_images, scatter_images
 from kernels.triton_indexer import FP8, ScoreRows, index_scores
-from kernels.triton_qk_rope import HeadNorm, HeadNorms, Heads, Places, turn_and_write
+from kernels.triton_qk_rope import turn_and_write
 from kernels.triton_topk import top_keys
 from tests.kernels.gpu.compiler import machine_code
 from tests.kernels.gpu.gate_attention import BF16, ids, plane

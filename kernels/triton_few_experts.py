@@ -1,0 +1,187 @@
+"""A mixture of experts for few rows, in two launches: nothing is sorted, and the shared expert is one choice more.
+
+With a handful of rows hardly two of them choose the same expert, so that grouping rows by expert gains nothing, and its
+launches cost more than the weights' way through the memory. Sums are taken in the order of the choices, the shared
+expert last, in fp32.
+"""
+
+# What is compiled by Triton has no types.
+# pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.moe import ActivationKind, Mixture, Routing
+from kernels.triton_activate import activated
+from kernels.triton_few_linear import add_products
+
+UP_COLUMNS, UP_PIECE = 4, 1024
+DOWN_COLUMNS, DOWN_PIECE = 4, 512
+
+
+@triton.jit
+def _made(
+    up_ptr, columns, inside, x_ptr, limit, INNER: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr, PIECE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What an expert makes of a row between its two matrices, at `columns`; products are rounded as a matrix's are."""
+    if GATED:
+        both = tl.arange(0, 2)[:, None] * INNER + columns[None, :]
+        held = tl.broadcast_to(inside[None, :], (2, N))
+        acc = tl.zeros((2 * N, PIECE), tl.float32)
+        acc = add_products(
+            acc, up_ptr, tl.reshape(both, (2 * N,)), tl.reshape(held, (2 * N,)), x_ptr, 1.0, WIDTH, PIECE
+        )
+        sums = tl.reshape(tl.sum(acc, 1).to(up_ptr.dtype.element_ty).to(tl.float32), (2, N))
+        is_gate = tl.arange(0, 2)[:, None] == 0
+        gate = tl.sum(tl.where(is_gate, sums, 0.0), 0)
+        made = activated(gate, tl.sum(tl.where(is_gate, 0.0, sums), 0), limit, CLAMPED)
+    else:
+        acc = add_products(tl.zeros((N, PIECE), tl.float32), up_ptr, columns, inside, x_ptr, 1.0, WIDTH, PIECE)
+        made = tl.maximum(tl.sum(acc, 1).to(up_ptr.dtype.element_ty).to(tl.float32), 0.0)
+        made = made * made
+    return made
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr,  # [num_rows, WIDTH]
+    experts_ptr,  # [num_rows, TOP_K] int64
+    up_ptr,  # [num_experts, (2 if GATED else 1) * INNER, WIDTH]
+    shared_ptr,  # [(2 if GATED else 1) * SHARED, WIDTH], read where SHARED > 0
+    hidden_ptr,  # [num_rows, TOP_K * INNER + SHARED]
+    x_stride,
+    expert_stride,
+    limit,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    PIECE: tl.constexpr,
+    N: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (INNER + N - 1) // N
+    x_ptr += row * x_stride
+    hidden_ptr += row * (TOP_K * INNER + SHARED)
+    if tile < TOP_K * tiles:
+        choice = tile // tiles
+        columns = (tile % tiles) * N + tl.arange(0, N)
+        inside = columns < INNER
+        expert = tl.load(experts_ptr + row * TOP_K + choice)
+        expert_ptr = up_ptr + expert * expert_stride
+        made = _made(expert_ptr, columns, inside, x_ptr, limit, INNER, WIDTH, GATED, CLAMPED, PIECE, N)
+        at = choice * INNER + columns
+    else:
+        columns = (tile - TOP_K * tiles) * N + tl.arange(0, N)
+        inside = columns < SHARED
+        made = _made(shared_ptr, columns, inside, x_ptr, limit, SHARED, WIDTH, GATED, CLAMPED, PIECE, N)
+        at = TOP_K * INNER + columns
+    tl.store(hidden_ptr + at, made.to(hidden_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,  # [num_rows, WIDTH_IN], read where GATE
+    hidden_ptr,  # [num_rows, TOP_K * INNER + SHARED]
+    experts_ptr,  # [num_rows, TOP_K] int64
+    weights_ptr,  # [num_rows, TOP_K] float32
+    down_ptr,  # [num_experts, WIDTH, INNER]
+    shared_ptr,  # [WIDTH, SHARED]
+    gate_ptr,  # [WIDTH_IN]
+    out_ptr,  # [num_rows, WIDTH]
+    x_stride,
+    expert_stride,
+    WIDTH_IN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_PIECE: tl.constexpr,
+    PIECE: tl.constexpr,
+    N: tl.constexpr,
+):
+    columns = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.program_id(1).to(tl.int64)
+    inside = columns < WIDTH
+    hidden_ptr += row * (TOP_K * INNER + SHARED)
+    opened = 1.0
+    if GATE:
+        one = tl.zeros((1,), tl.int32)
+        shut = tl.zeros((1, GATE_PIECE), tl.float32)
+        shut = add_products(shut, gate_ptr, one, one == 0, x_ptr + row * x_stride, 1.0, WIDTH_IN, GATE_PIECE)
+        opened = tl.sigmoid(tl.sum(tl.sum(shut, 1), 0))
+    acc = tl.zeros((N, PIECE), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + row * TOP_K + choice)
+        weight = tl.load(weights_ptr + row * TOP_K + choice)
+        expert_ptr = down_ptr + expert * expert_stride
+        acc = add_products(acc, expert_ptr, columns, inside, hidden_ptr + choice * INNER, weight, INNER, PIECE)
+    if SHARED > 0:
+        acc = add_products(acc, shared_ptr, columns, inside, hidden_ptr + TOP_K * INNER, opened, SHARED, PIECE)
+    tl.store(out_ptr + row * WIDTH + columns, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def few_experts(rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch.Tensor:
+    """Routed experts and the shared one over few rows [num_rows, D], any stride between them: [num_rows, D_out]."""
+    up, down, activation = mixture.up, mixture.down, mixture.activation
+    num_rows, width = rows.shape
+    width_out, inner = down.shape[1:]
+    top_k = routing.experts.shape[1]
+    gated = activation.kind is ActivationKind.SWIGLU
+    shared_up, shared_down, gate = mixture.shared_up, mixture.shared_down, mixture.shared_gate
+    shared = 0
+    if shared_up is not None:
+        assert shared_down is not None
+        shared = shared_down.shape[1]
+        assert shared_up.shape == (shared * (2 if gated else 1), width)
+        assert shared_down.shape == (width_out, shared)
+        assert shared_up.is_contiguous()
+        assert shared_down.is_contiguous()
+    assert gate is None or (shared and gate.numel() == width)
+    assert routing.experts.shape == routing.weights.shape == (num_rows, top_k)
+    assert routing.experts.is_contiguous()
+    assert routing.weights.is_contiguous()
+    assert up.shape[1:] == (inner * (2 if gated else 1), width)
+    assert up.is_contiguous()
+    assert down.is_contiguous()
+    assert rows.dtype == up.dtype == down.dtype
+    assert rows.stride(1) == 1
+    hidden = torch.empty((num_rows, top_k * inner + shared), dtype=rows.dtype, device=rows.device)
+    out = torch.empty((num_rows, width_out), dtype=rows.dtype, device=rows.device)
+    tiles = top_k * triton.cdiv(inner, UP_COLUMNS) + triton.cdiv(shared, UP_COLUMNS)
+    _up_kernel[(tiles, num_rows)](
+        *(rows, routing.experts, up, shared_up, hidden, rows.stride(0), up.stride(0)),
+        0.0 if activation.limit is None else activation.limit,
+        WIDTH=width,
+        INNER=inner,
+        SHARED=shared,
+        TOP_K=top_k,
+        GATED=gated,
+        CLAMPED=activation.limit is not None,
+        PIECE=min(UP_PIECE, triton.next_power_of_2(width)),
+        N=UP_COLUMNS,
+        num_warps=4,
+    )
+    _down_kernel[(triton.cdiv(width_out, DOWN_COLUMNS), num_rows)](
+        *(rows, hidden, routing.experts, routing.weights, down, shared_down, gate, out),
+        *(rows.stride(0), down.stride(0)),
+        WIDTH_IN=width,
+        WIDTH=width_out,
+        INNER=inner,
+        SHARED=shared,
+        TOP_K=top_k,
+        GATE=gate is not None,
+        GATE_PIECE=min(UP_PIECE, triton.next_power_of_2(width)),
+        PIECE=min(DOWN_PIECE, triton.next_power_of_2(inner)),
+        N=DOWN_COLUMNS,
+        num_warps=4,
+    )
+    return out

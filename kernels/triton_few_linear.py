@@ -1,0 +1,90 @@
+"""A matrix product of few rows: every weight is read once, in as many pieces at a time as the memory wants.
+
+The libraries' products are made for tiles of rows; with a handful they keep too few loads in flight, above all where
+the matrix is small.
+"""
+
+# What is compiled by Triton has no types.
+# pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+FEW_ROWS = 4  # beyond it a library's product is as fast
+PIECE = 1024  # weights of a column that a program holds at a time
+WIDE = 4096  # columns from which a program takes two of them
+
+
+@triton.jit
+def add_products(
+    acc, weights_ptr, columns, inside, x_ptr, factor, WIDTH: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """acc [N, PIECE] plus `factor` times the products of rows `columns` of a matrix [*, WIDTH] with one row x.
+
+    They are not summed yet: sums make threads wait for each other, and loads of several matrices for these sums.
+    """
+    steps = tl.arange(0, PIECE)
+    rows = weights_ptr + columns.to(tl.int64)[:, None] * WIDTH
+    for first in tl.static_range(0, WIDTH, PIECE):
+        at = first + steps
+        if WIDTH % PIECE == 0:
+            x = tl.load(x_ptr + at).to(tl.float32)
+            w = tl.load(rows + at[None, :], mask=inside[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+            w = tl.load(rows + at[None, :], mask=inside[:, None] & (at < WIDTH)[None, :], other=0.0)
+        acc += w.to(tl.float32) * (x * factor)[None, :]
+    return acc
+
+
+@triton.jit
+def _few_linear_kernel(
+    x_ptr,  # [num_rows, WIDTH]
+    weights_ptr,  # [num_columns, WIDTH]
+    bias_ptr,  # [num_columns], read where BIAS
+    out_ptr,  # [num_rows, num_columns]
+    num_columns,
+    x_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PIECE: tl.constexpr,
+    N: tl.constexpr,
+):
+    columns = tl.program_id(0) * N + tl.arange(0, N)
+    inside = columns < num_columns
+    # Rows after the first find the weights in the cache that is nearest.
+    for row in tl.static_range(ROWS):
+        acc = tl.zeros((N, PIECE), tl.float32)
+        acc = add_products(acc, weights_ptr, columns, inside, x_ptr + row * x_stride, 1.0, WIDTH, PIECE)
+        sums = tl.sum(acc, 1)
+        if BIAS:
+            sums += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * num_columns + columns, sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [num_rows, in] times weight [out, in] transposed, plus bias, in the dtype of `weight`; rows at any stride."""
+    num_rows, width = x.shape
+    if not 0 < num_rows <= FEW_ROWS:
+        return functional.linear(x.to(weight.dtype), weight, bias)
+    num_columns = weight.shape[0]
+    assert weight.shape == (num_columns, width)
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    out = torch.empty((num_rows, num_columns), dtype=weight.dtype, device=x.device)
+    columns = 2 if num_columns >= WIDE else 1
+    _few_linear_kernel[(triton.cdiv(num_columns, columns),)](
+        *(x, weight, bias, out, num_columns, x.stride(0)),
+        WIDTH=width,
+        ROWS=num_rows,
+        BIAS=bias is not None,
+        PIECE=min(PIECE, triton.next_power_of_2(width)),
+        N=columns,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,110 @@
+"""Decode steps padded to a shape: what they give, and what they leave alone. Graphs themselves need an accelerator."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from daemon.batch import SequenceRows, make_batch
+from daemon.engine.captured import NOT_FINITE, DecodeRow, Draw, StepInputs, StepShape
+from daemon.engine.decode_step import LEAST_BLOCKS, CanaryError, DecodeStep, bucket_rows, shape_of
+from daemon.models.base import BuildOptions, Model, finish
+from daemon.models.load import build_dummy
+from kernels.sampling import Filters, draw
+from tiers.pools import DevicePools
+
+CPU, BLOCK = torch.device("cpu"), 4
+GREEDY, WARM = Draw(), Draw(temperature=0.8, top_k=5, top_p=0.9, number=0.37)
+TABLES = [[10, 5, 2], [7, 3, 8], [6, 4, 9]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    values = json.loads((Path(__file__).parents[1] / "exact" / "configs" / "qwen3_5_moe.json").read_text())
+    return build_dummy(values, BuildOptions(torch.float32, CPU, tile=BLOCK))
+
+
+def prefilled(model: Model, lengths: tuple[int, ...]) -> DevicePools:
+    """Pools with the state of some sequences, in the blocks of TABLES and the slots from 2 on."""
+    pools = DevicePools(model.layout(BLOCK), 12, 6, CPU)
+    for s, length in enumerate(lengths):
+        rows = SequenceRows([(7 * s + t) % 100 + 3 for t in range(length)], 0, TABLES[s], 2 + s, 2 + s)
+        finish(model.forward(make_batch([rows], BLOCK, CPU), pools))
+    return pools
+
+
+def test_a_padded_step_gives_what_the_bare_batch_gives_and_draws_each_row_its_own_way(model: Model) -> None:
+    lengths = (9, 4, 6)
+    bare, padded = prefilled(model, lengths), prefilled(model, lengths)
+    batch = make_batch([SequenceRows([11], n, TABLES[s], 2 + s, 2 + s) for s, n in enumerate(lengths)], BLOCK, CPU)
+    want = finish(model.forward(batch, bare))
+    rows = [DecodeRow(11, n, TABLES[s], 2 + s, (GREEDY, None, WARM)[s]) for s, n in enumerate(lengths)]
+    step = DecodeStep(model, padded, captures=False)
+    got = step.run(rows)
+    torch.testing.assert_close(got.logits, want, atol=1e-5, rtol=1e-5)
+    filters = Filters(temperature=0.8, top_k=5, top_p=0.9)
+    assert got.tokens == (int(want[0].argmax()), None, draw(want[2], filters, 0.37))
+    for name, part in {**padded.planes, **padded.slot_tensors}.items():
+        other = {**bare.planes, **bare.slot_tensors}[name]
+        torch.testing.assert_close(part[2:], other[2:], atol=1e-5, rtol=1e-5)
+    assert step.counts.eager == 1
+
+
+def test_a_row_without_numbers_says_so_and_harms_no_other(model: Model) -> None:
+    pools = prefilled(model, (9, 4))
+    pools.slot_tensors[model.layout(BLOCK).slots[1].name][3] = float("nan")
+    got = DecodeStep(model, pools, captures=False).run(
+        [DecodeRow(11, 9, TABLES[0], 2, GREEDY), DecodeRow(11, 4, TABLES[1], 3, GREEDY)]
+    )
+    assert got.tokens[1] == NOT_FINITE
+    assert got.tokens[0] == int(got.logits[0].argmax())
+
+
+def test_inputs_hold_the_rows_of_the_last_fill_and_padding_after_them() -> None:
+    inputs = StepInputs(StepShape(4, LEAST_BLOCKS), BLOCK, CPU)
+    for tables in ([[5, 6, 7], [8, 9]], [[5, 6, 7, 11]], [[5, 4, 7], [2], [3, 1]], [[5], [8, 9]]):
+        rows = [DecodeRow(20 + r, 4 * len(t) - 1, t, 30 + r, WARM) for r, t in enumerate(tables)]
+        inputs.fill(rows)
+        inputs.load()
+        batch, missing = inputs.batch, 4 - len(rows)
+        assert batch.token_ids.tolist() == [20 + r for r in range(len(rows))] + [0] * missing
+        assert batch.positions.tolist() == [4 * len(t) - 1 for t in tables] + [0] * missing
+        assert batch.row_blocks.tolist() == [t[-1] for t in tables] + [0] * missing
+        assert batch.row_offsets.tolist() == [3] * len(rows) + [0] * missing
+        assert batch.slot_in.tolist() == [30 + r for r in range(len(rows))] + [0] * missing
+        whole = [t + [0] * (LEAST_BLOCKS - len(t)) for t in [*tables, *([[]] * missing)]]
+        assert batch.block_tables.tolist() == whole
+        assert inputs.sampling().top_k.tolist() == [5] * len(rows) + [0] * missing
+
+
+def test_shapes_have_room_for_rows_and_tables() -> None:
+    assert [bucket_rows(n) for n in (1, 3, 8, 9, 65, 256, 257)] == [1, 4, 8, 16, 96, 256, 512]
+    rows = [DecodeRow(0, 4 * LEAST_BLOCKS, list(range(LEAST_BLOCKS + 1)), 2, None)] * 3
+    assert shape_of(rows, 4) == StepShape(4, 2 * LEAST_BLOCKS)
+    with pytest.raises(AssertionError, match="no room"):
+        StepInputs(StepShape(1, LEAST_BLOCKS), 4, CPU).fill([DecodeRow(0, 12, [1, 2, 3], 2, None)])
+
+
+def test_a_canary_that_gives_no_numbers_stops_the_start(model: Model) -> None:
+    pools = prefilled(model, ())
+    step = DecodeStep(model, pools, captures=False)
+    step.prepare(2)
+    assert step.counts.eager == 0
+    head = model.forward(make_batch([SequenceRows([0], 0, [0], 0, 0)], BLOCK, CPU), pools)
+    assert finish(head).isfinite().all()
+    broken = DecodeStep(_Broken(model), pools, captures=False)  # type: ignore[arg-type]
+    with pytest.raises(CanaryError, match="not finite"):
+        broken.prepare(2)
+
+
+class _Broken:
+    """A model whose logits are not numbers."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.facts = model.facts
+
+    def forward(self, batch, pools):  # type: ignore[no-untyped-def]
+        logits = yield from self.model.forward(batch, pools)
+        return logits * float("nan")
