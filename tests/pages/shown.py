@@ -8,10 +8,8 @@ same. `…` stands for a part of a line, a line `...` for any number of lines.
 import re
 
 _KEY = r"\b[0-9a-f]{64}\b|\b[0-9a-f]{12}\b"
-_PARTS = re.compile(
-    rf"(?P<any>…)|(?P<key>{_KEY})|(?P<time>\b\d[\d,.]* ?(?:µs|ms|s|m|h|d)\b)|(?P<space>\s+)|(?P<rule>─+)"
-)
-_TIME = r"\d[\d,.]* ?(?:µs|ms|s|m|h|d)\b"
+_TIME = r"\d[\d,.]* ?(?:µs|ms|s|m|h|d)(?: \d+ ?(?:s|m|h|d))?\b"  # 345 ms, 7.9 s, 1m 17s
+_PARTS = re.compile(rf"(?P<any>…)|(?P<key>{_KEY})|(?P<time>\b{_TIME})|(?P<space>\s+)|(?P<rule>─+)")
 SHORT = 12  # digits of a key that tables show
 
 
