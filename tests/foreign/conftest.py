@@ -34,4 +34,4 @@ def go_client() -> Path:
 
 @pytest.fixture(scope="session")
 def promtool() -> Path:
-    return or_skip(lambda: debian_packages("promtool", ("prometheus",))) / "usr" / "bin" / "promtool"
+    return or_skip(lambda: debian_packages("promtool", ("promtool",))) / "usr" / "bin" / "promtool"
