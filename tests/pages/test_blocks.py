@@ -38,7 +38,17 @@ RUN_BY = {
     "wire.md": "tests/pages/test_walk.py",
 }
 TYPED = ("README.md", "clients.md", "warming.md", "wire.md")  # by test_walk.py
-VALUES = {"N": "4", "R": "1.5", "COUNT": "3", "TIER": "disk", "SHELL": "bash", "PORT": "7001", "TIME": "1h"}
+VALUES = {
+    "DIR": ".",
+    "PATH": ".",
+    "N": "4",
+    "R": "1.5",
+    "COUNT": "3",
+    "TIER": "disk",
+    "SHELL": "bash",
+    "PORT": "7001",
+    "TIME": "1h",
+}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
