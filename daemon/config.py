@@ -53,7 +53,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slice_ms: Annotated[
         float, Meta(description="longest stretch of a prefill between two decode steps, seen at the forward's pauses")
     ] = 15.0
-    pin_fraction: Annotated[float, Meta(description="of the blocks, the most that pins may bind")] = 0.0
     policy: Annotated[EvictionPolicy, Meta(description="what goes first from a full tier: marconi or lru")] = (
         EvictionPolicy.MARCONI
     )
@@ -106,7 +105,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _within("max_queue", self.max_queue, 1, 1_000_000)
         _within("growth_window", self.growth_window, 1, 1 << 20)
         _within("slice_ms", self.slice_ms, 0.1, 10_000)
-        _within("pin_fraction", self.pin_fraction, 0.0, 1.0)
         if self.host_bytes is not None:
             _within("host_bytes", self.host_bytes, 0, 1 << 44)
         if self.disk_path is not None and not self.disk_path:

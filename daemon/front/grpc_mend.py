@@ -16,7 +16,7 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from typing import Any
 

@@ -206,12 +206,15 @@ def summary_lines(summary: generation_pb2.GenerateSummary) -> list[str]:
     """Usage and timings for people."""
     usage, timings = summary.usage, summary.timings
     cached = usage.cached_tokens
-    tiers = [f"{count:,} {name}" for name, count in _cached(cached).items() if count]
-    from_cache = f" ({', '.join(tiers)} from the cache)" if tiers else " (none from the cache)"
+    tiers = {name: count for name, count in _cached(cached).items() if count}
+    names = tuple(tiers) if len(tiers) < 2 else tuple(f"{count:,} {name}" for name, count in tiers.items())
+    from_cache = (
+        f"{sum(tiers.values()):,} of them from the cache ({', '.join(names)})" if tiers else "none from the cache"
+    )
     decode_s = timings.total_s - timings.first_token_s
     rate = f", {(usage.completion_tokens - 1) / decode_s:.1f} tokens/s after the first" if decode_s > 0 else ""
     return [
-        f"prompt {usage.prompt_tokens:,} tokens{from_cache}, answer {usage.completion_tokens:,} tokens",
+        f"prompt {usage.prompt_tokens:,} tokens, {from_cache}; answer {usage.completion_tokens:,} tokens",
         f"queue {human_seconds(timings.queue_s)}, prefill {human_seconds(timings.prefill_s)}, "
         f"first token {human_seconds(timings.first_token_s)}, total {human_seconds(timings.total_s)}{rate}",
     ]

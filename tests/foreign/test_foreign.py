@@ -1,10 +1,7 @@
 """Foreign clients: grpc-js from the .proto files, and buf curl from reflection, list, describe, stream and cancel."""
 
 import base64
-import hashlib
 import json
-import os
-import shutil
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
@@ -21,24 +18,6 @@ SERVICES = {
     "downcore.v1.AdminService", "downcore.v1.CacheService", "downcore.v1.GenerationService", "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
 }  # fmt: skip
-
-pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed: no foreign client to run")
-
-
-@pytest.fixture(scope="module")
-def packages() -> Path:
-    """The locked npm packages, installed once for each state of the lock file."""
-    lock = (HERE / "package-lock.json").read_bytes()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "downcore" / "foreign" / hashlib.sha256(lock).hexdigest()[:16]
-    done = folder / "installed"
-    if not done.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(HERE / name, folder / name)
-        subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=240)
-        done.touch()
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def test_generate_prints_the_text_and_stats_apart(call: Any) -> None:
     code, out, err = call("generate", "Begin", "--stats")
     assert code == ExitCode.OK
     assert out == "".join(WORDS) + "\n"
-    assert "1,024 device from the cache" in err
+    assert "1,024 of them from the cache (device)" in err
     assert "stop at '!'" in err
 
 

@@ -1,0 +1,3 @@
+module example.org/generate
+
+go 1.22

@@ -1,0 +1,1 @@
+"""What README and ops/docs tell people to type, typed."""
