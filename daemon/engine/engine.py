@@ -295,7 +295,7 @@ class Engine:
         if sequence.request.warm is not None and self.prefill.chunk is None:
             self.warming.progressed(sequence)
         if logits is not None and sequence.state is SequenceState.DECODING:  # a row, larger than the device
-            self._commit_decode((sequence,), logits)
+            self._commit_decode((sequence,), Decoded(logits, (None,)))
         elif logits is not None:
             self._commit_prompt(sequence, logits)
 
