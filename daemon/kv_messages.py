@@ -50,7 +50,8 @@ class KvBatch(msgspec.Struct, frozen=True, tag=True):
 class KvSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Part `index` of `count` of the answer to a KvWatch: all that a namespace has after batch `sequence`.
 
-    The batches that follow may come between the parts. `copies` counts the events of all parts.
+    The batches that follow may come between the parts, and none before the first. `copies` counts the events of all
+    parts.
     """
 
     query_id: int

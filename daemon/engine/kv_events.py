@@ -1,7 +1,8 @@
 """Tells the front which blocks come and go, in batches, while it watches a namespace.
 
 A step never waits for it: changes are written down as they happen, sent when the engine polls, and a snapshot of many
-blocks is taken at once but put into messages a part at a time.
+blocks is taken at once but put into messages a part at a time. What must hold: a snapshot's first part, which tells the
+front where its batches begin, is sent before the first of them.
 """
 
 from collections import deque
@@ -31,7 +32,7 @@ class KvEvents:
         return bool(self._parts) or self._events.has_events
 
     def ask(self, message: KvToEngine, unix_s: float) -> None:
-        """Begins a watch and plans its snapshot, or ends it."""
+        """Begins a watch and its snapshot, or ends it."""
         match message:
             case KvUnwatch():
                 self._sequences.pop(message.namespace, None)
@@ -67,7 +68,8 @@ class KvEvents:
             events = _told(copies[index * MAX_EVENTS : (index + 1) * MAX_EVENTS])
             return KvSnapshot(message.query_id, sequence, unix_s, index, count, len(copies), events)
 
-        self._parts.extend(lambda index=index: part(index) for index in range(count))
+        self._send(part(0))
+        self._parts.extend(lambda index=index: part(index) for index in range(1, count))
 
 
 def _told(events: Sequence[BlockEvent]) -> tuple[KvEvent, ...]:

@@ -246,18 +246,20 @@ class Supervisor:
         self._link = link
         link.send(messages.Configure(self._config.engine, self._config.log_format))
         exited = asyncio.ensure_future(process.wait())
+        why = ""
         try:
             await asyncio.wait((link.closed, exited), return_when=asyncio.FIRST_COMPLETED)
             # A process that has ended may have said why; its last words are in the socket.
             if exited.done():
                 await asyncio.wait((link.closed,), timeout=1.0)
+            else:
+                why = f" after {link.closed.result()} on its socket"
         finally:
             self._link = None
             link.close()
             self._lost()
             self.kill()
-        status = await exited
-        return self._load_failure or f"exit status {status}"
+        return self._load_failure or f"exit status {await exited}{why}"
 
     def _lost(self) -> None:
         """Every request of an engine that is gone fails now."""

@@ -105,11 +105,12 @@ class Fuzz:
 
     def _look_after(self) -> None:
         """Same processes, no defect, and a sound request has its answer."""
-        found = "\n".join((*self.tally.defects[:10], "", self._daemon.log.read_text()[-3000:]))
+        errors = [line for line in self._daemon.log.read_text().splitlines() if '"level":"error"' in line]
+        found = "\n".join((*self.tally.defects[:10], *errors[:10]))
         assert self._daemon.process.poll() is None, found
         assert not self.tally.defects, found
         info = self._daemon.info()
-        assert (info.engine_pid, info.engine_starts) == (self._engine.pid, 1)
+        assert (info.engine_pid, info.engine_starts) == (self._engine.pid, 1), found
         assert self._sound() == self._first
         self.num_sound += 1
 
