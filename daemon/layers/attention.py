@@ -76,14 +76,15 @@ class Attention:
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """Writes the rows' keys and values, then attends: [num_rows, hidden_size] to the same."""
         config, batch = self.config, inputs.batch
-        num_q, num_turning = config.num_heads, config.num_heads + config.num_kv_heads
+        num_q, num_kv = config.num_heads, config.num_kv_heads
         heads = self.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
-        turning, v = heads[:, :num_turning], heads[:, num_turning:]
+        turning, v = heads.split_with_sizes((num_q + num_kv, num_kv), 1)
         if self.norms is not None:
-            turning = torch.cat((self.norms[0](turning[:, :num_q]), self.norms[1](turning[:, num_q:])), 1)
+            q, k = turning.split_with_sizes((num_q, num_kv), 1)
+            turning = torch.cat((self.norms[0](q), self.norms[1](k)), 1)
         if inputs.rotary is not None:
             turning = rotate(turning, inputs.rotary)
-        q, k = turning[:, :num_q], turning[:, num_q:]
+        q, k = turning.split_with_sizes((num_q, num_kv), 1)
         k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
         place = (batch.row_blocks, batch.row_offsets)
         k_plane.index_put_(place, k)

@@ -71,7 +71,7 @@ class Rope:
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotates each head's leading dimensions, first half against second: [num_rows, heads, head_dim], a new tensor."""
     rotary_dim = rotary.cos.shape[2]
-    turning = x[..., :rotary_dim]
+    turning = x[..., :rotary_dim] if rotary_dim < x.shape[2] else x
     turned = torch.addcmul(turning * rotary.cos, turning.roll(rotary_dim // 2, -1), rotary.sin)
     if rotary_dim == x.shape[2]:
         return turned
