@@ -114,15 +114,18 @@ def make_batch(rows: list[SequenceRows], block_size: int, device: torch.device) 
     def ids(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    position_ids = ids(positions)
+    # One copy to the device for all columns of a length.
+    columns = (token_ids, positions, row_blocks, [position % block_size for position in positions])
+    of_rows = torch.tensor(columns, dtype=torch.int64, device=device).unbind()
+    slots = torch.tensor(([s.slot_in for s in rows], [s.slot_out for s in rows]), dtype=torch.int64, device=device)
     return Batch(
-        token_ids=ids(token_ids),
-        positions=position_ids,
-        row_blocks=ids(row_blocks),
-        row_offsets=position_ids % block_size,
+        token_ids=of_rows[0],
+        positions=of_rows[1],
+        row_blocks=of_rows[2],
+        row_offsets=of_rows[3],
         block_tables=torch.tensor(tables, dtype=torch.int64, device=device),
-        slot_in=ids([s.slot_in for s in rows]),
-        slot_out=ids([s.slot_out for s in rows]),
+        slot_in=slots[0],
+        slot_out=slots[1],
         row_slots=None if row_slots is None else ids(row_slots),
         starts=tuple(s.start for s in rows),
         cu_rows=tuple(cu_rows),

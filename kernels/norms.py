@@ -35,7 +35,7 @@ def _by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
     By the vector's length: alone, on a CPU, that is several times as fast for a chunk's rows as torch's own rms_norm.
     """
-    wide = x.to(torch.float32, copy=True)
+    wide = x.clone() if x.dtype == torch.float32 else x.float()
     length = cast(torch.Tensor, torch.linalg.vector_norm(wide, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
     return wide.mul_(torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_())
 

@@ -293,7 +293,9 @@ def _plan_narrow(
     # Whole splits of all rows first, then each row's last one, so that what needs a mask lies together.
     whole = [(s, row, j) for s, row, keys in narrow for j in range((keys - 1) // split)]
     splits = whole + [(s, row, (keys - 1) // split) for s, row, keys in narrow]
-    seqs, split_rows, indices = (torch.tensor(column, device=device) for column in zip(*splits, strict=True))
+    # Short decode rows, one of each sequence, are the commonest: their blocks are the tables' own beginnings.
+    is_plain = not whole and [s for s, _, _ in narrow] == list(range(tables.shape[0]))
+    seqs, split_rows, indices = torch.tensor(splits, device=device).unbind(1)
     held = [(keys - 1) % split + 1 for _, _, keys in narrow]
     most, least = max(held), min(held)  # of all rows, so that a gather's bound changes no shape
     step = max(1, MAX_GATHER_TOKENS // split)
@@ -306,9 +308,12 @@ def _plan_narrow(
     for i in range(0, len(narrow), step):
         own = held[i : i + step]
         at = slice(len(whole) + i, len(whole) + i + len(own))
-        # A row's last split may reach past its table; its absent keys come from any block.
-        columns = indices[at, None] * per_split + torch.arange(-(-most // block_size), device=device)
-        blocks = tables[seqs[at, None], columns.clamp_max_(tables.shape[1] - 1)].flatten()
+        if is_plain:
+            blocks = tables[i : i + len(own), : -(-most // block_size)].flatten()
+        else:
+            # A row's last split may reach past its table; its absent keys come from any block.
+            columns = indices[at, None] * per_split + torch.arange(-(-most // block_size), device=device)
+            blocks = tables[seqs[at, None], columns.clamp_max_(tables.shape[1] - 1)].flatten()
         absent = mask = None
         if least < most:
             missing_keys = torch.arange(most, device=device) >= torch.tensor(own, device=device)[:, None]

@@ -77,9 +77,10 @@ def turn_and_write(
         assert places.sin is not None
         turning = rotate(turning, places.cos, places.sin)
     place = (places.row_blocks, places.row_offsets)
-    k_plane.index_put_(place, turning[:, num_heads:])
+    q, k = turning.split_with_sizes((num_heads, turning.shape[1] - num_heads), 1)
+    k_plane.index_put_(place, k)
     v_plane.index_put_(place, heads.v)
-    return turning[:, :num_heads]
+    return q
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos and sin are [num_rows, 1, rotary_dim], the sign of the half-rotation in sin.
     """
     rotary_dim = cos.shape[2]
-    turning = x[..., :rotary_dim]
+    turning = x[..., :rotary_dim] if rotary_dim < x.shape[2] else x
     turned = torch.addcmul(turning * cos, turning.roll(rotary_dim // 2, -1), sin)
     if rotary_dim == x.shape[2]:
         return turned

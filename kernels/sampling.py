@@ -73,10 +73,13 @@ def apply_penalties(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab] to [rows] int64: the lowest id among the largest logits."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    is_best = logits == logits.amax(-1, keepdim=True)
-    return torch.where(is_best, ids, logits.shape[-1]).amin(-1)
+    """[rows, vocab] to [rows] int64: the lowest id among the largest logits, which torch's `max` promises."""
+    return logits.max(-1).indices
+
+
+def all_finite(logits: torch.Tensor) -> torch.Tensor:
+    """[rows, vocab] to [rows] bool: the row has no infinity and no NaN, which both its ends would show."""
+    return logits.amax(-1).isfinite().logical_and_(logits.amin(-1).isfinite())
 
 
 def draw(logits: torch.Tensor, filters: Filters, number: float) -> int:

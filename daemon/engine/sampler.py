@@ -19,7 +19,7 @@ from daemon.errors import ErrorReason
 from daemon.grammar import GrammarError
 from daemon.messages import Logprob, SamplingParams
 from kernels.host import bools, ints
-from kernels.sampling import Filters, Penalties, apply_penalties, draw, greedy, uniform
+from kernels.sampling import Filters, Penalties, all_finite, apply_penalties, draw, greedy, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Drawn]:
         """One token for each row of logits [num_rows, vocab_size] fp32; row i belongs to sequences[i]."""
-        finite = bools(logits.isfinite().all(-1))
+        finite = bools(all_finite(logits))
         masked = self.matchers.mask(logits, sequences)
         best = ints(greedy(masked.logits))
         drawn: list[Drawn] = []

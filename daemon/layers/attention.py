@@ -83,10 +83,11 @@ class Attention:
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """Writes the rows' keys and values, then attends: [num_rows, hidden_size] to the same."""
         config, batch = self.config, inputs.batch
-        num_q, num_turning = config.num_heads, config.num_heads + config.num_kv_heads
+        num_q, num_kv = config.num_heads, config.num_kv_heads
         heads = self.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
-        turning = heads[:, :num_turning]
-        parts = Heads(turning[:, :num_q], turning[:, num_q:], heads[:, num_turning:], joined=turning)
+        turning, v = heads.split_with_sizes((num_q + num_kv, num_kv), 1)
+        q, k = turning.split_with_sizes((num_q, num_kv), 1)
+        parts = Heads(q, k, v, joined=turning)
         k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
         places = places_of(batch, inputs.rotary)
         q = self._forms.turn_and_write(parts, k_plane, v_plane, self.norms, places)

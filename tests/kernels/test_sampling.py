@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from kernels.sampling import Filters, Penalties, apply_penalties, draw, filtered, greedy, uniform
+from kernels.sampling import Filters, Penalties, all_finite, apply_penalties, draw, filtered, greedy, uniform
 
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x).float())
 
@@ -69,6 +69,25 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert greedy(logits.unsqueeze(0)).tolist() == [1]
     assert filtered(logits.double(), Filters(top_k=2))[1].tolist() == [1, 2]
     assert draw(torch.zeros(5), Filters(temperature=0.0), 0.5) == 0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 5000])
+def test_the_lowest_of_many_equal_ids_is_drawn_in_every_row(vocab_size: int) -> None:
+    logits = torch.randint(-2, 3, (33, vocab_size), generator=torch.Generator().manual_seed(vocab_size)).float()
+    logits[3] = -torch.inf
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert greedy(logits).tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 1, 4999])
+def test_one_value_that_is_not_finite_marks_its_row_alone(bad: float, place: int) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    assert all_finite(logits).tolist() == [True, True, True]
+    logits[1, place] = bad
+    assert all_finite(logits).tolist() == [True, False, True]
+    logits[1, 1 - min(place, 1)] = -bad
+    assert all_finite(logits).tolist() == [True, False, True]
 
 
 def test_masked_tokens_are_never_drawn() -> None:
