@@ -57,7 +57,10 @@ class Spill:
         self._kept: dict[str, dict[int, bytes]] = {plane.name: {} for plane in layout.planes if plane.is_scanned}
         folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open for as long as the engine lives
-        self._fd = self._file.fileno()
+
+    def fileno(self) -> int:
+        """Of the file, which has no name."""
+        return self._file.fileno()
 
     @property
     def num_blocks(self) -> int:
@@ -109,7 +112,7 @@ class Spill:
             self._checks[extent.number, index] = [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
             self._whole_checks[extent.number, index] = xxhash.xxh3_64_intdigest(b"".join(pieces))
             try:
-                done = os.pwritev(self._fd, pieces, at + part.offset * self.chunk_blocks)
+                done = os.pwritev(self.fileno(), pieces, at + part.offset * self.chunk_blocks)
             except OSError as error:
                 raise SpillError(f"write: {error.strerror or error}") from error
             if done != part.num_bytes * len(pieces):
@@ -174,7 +177,7 @@ class Spill:
         done = 0
         while done < len(out):
             try:
-                got = os.preadv(self._fd, [out[done:]], at + done)
+                got = os.preadv(self.fileno(), [out[done:]], at + done)
             except OSError as error:
                 raise SpillError(f"read: {error.strerror or error}") from error
             if not got:

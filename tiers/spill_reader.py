@@ -66,6 +66,12 @@ class SpillReader:
         if num_stages:
             self._thread.start()
 
+    @property
+    def num_staged(self) -> int:
+        """Stages that are filled or being filled."""
+        with self._changed:
+            return len(self._stages)
+
     def announce(self, wanted: Iterable[tuple[Part, int]]) -> None:
         """What a forward that begins will read: parts of extents, in order. What an earlier one left is dropped."""
         with self._changed:
