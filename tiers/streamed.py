@@ -138,7 +138,10 @@ class StreamedPlane:
             landed = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         view = landed.flatten().view(torch.uint8).numpy().data
         if is_picked:
-            self.stats.disk_bytes += self.sources.spill.pick(view, self.part, blocks)
+            num_missed = self.sources.spill.pick(view, self.part, blocks)
+            self.stats.picked += len(blocks)
+            self.stats.picked_hits += len(blocks) - num_missed
+            self.stats.disk_bytes += num_missed * self.part.num_bytes
         else:
             self.sources.spill.fill(view, self.part, blocks)
             self.stats.disk_bytes += 0 if self.sources.spill.spill.is_kept(self.part) else out.nbytes
