@@ -41,6 +41,8 @@ class TierMeterRow(msgspec.Struct, frozen=True):
     reuse_gap: HistogramRow
     load_bytes_per_s: float | None = None  # what the gate expects of a load; None: not measured yet
     load_latency_s: float | None = None
+    picked: int = 0
+    picked_hits: int = 0
 
 
 class NamespaceRow(msgspec.Struct, frozen=True, array_like=True):

@@ -72,6 +72,8 @@ class TierMeters:
     stall_s: Histogram = field(default_factory=_transfers)  # how long a request stood aside for a load from here
     late_loads: int = 0  # of those, the ones that were not waited for to their end
     streamed_bytes: int = 0  # read for attention over blocks that stay here
+    picked: int = 0  # parts of such blocks that a selection wanted
+    picked_hits: int = 0  # those that the cache of them had
     evictions: Counter[tuple[Kind, EvictionReason]] = field(default_factory=Counter[tuple[Kind, EvictionReason]])
     lifetime_s: Histogram = field(default_factory=_ages)  # of blocks that left, from their arrival
     reuse_gap_s: Histogram = field(

@@ -54,7 +54,8 @@ class StreamStats:
 
     host_bytes: int = 0  # read from below the device
     disk_bytes: int = 0
-    blocks: int = 0  # parts of blocks that were wanted from below
+    picked: int = 0  # parts of blocks on disk that selection wanted
+    picked_hits: int = 0  # those that the cache had
     elapsed_s: float = 0.0  # spent waiting for them, copying included
 
     @property
@@ -71,7 +72,8 @@ class StreamStats:
         """Both together."""
         self.host_bytes += other.host_bytes
         self.disk_bytes += other.disk_bytes
-        self.blocks += other.blocks
+        self.picked += other.picked
+        self.picked_hits += other.picked_hits
         self.elapsed_s += other.elapsed_s
 
 

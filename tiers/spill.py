@@ -5,8 +5,8 @@ the parts of one plane lie side by side, so that a layer reads its keys of a who
 
     extent = [plane][block][part of the block's image], each plane's stretch beginning at a multiple of a sector
 
-A checksum of every part is kept in memory and compared on every read. Planes that are read whole for every row (index
-keys) are kept in memory themselves, beside the file. Nothing here outlives the process: the file
+Checksums of every part and of every stretch are kept in memory, and compared on every read. Planes that are read whole
+for every row (index keys) are kept in memory themselves, beside the file. Nothing here outlives the process: the file
 has no name, nothing is synced, and a sequence that loses an extent computes it again.
 """
 
@@ -53,10 +53,14 @@ class Spill:
         self.generations = [0] * num_extents  # of what each holds: no cache may take one for another
         self.extent_bytes = chunk_blocks * layout.block_bytes
         self._checks: NDArray[np.uint64] = np.zeros((num_extents, len(self.parts), chunk_blocks), np.uint64)
+        self._whole_checks: NDArray[np.uint64] = np.zeros((num_extents, len(self.parts)), np.uint64)
         self._kept: dict[str, dict[int, bytes]] = {plane.name: {} for plane in layout.planes if plane.is_scanned}
         folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open for as long as the engine lives
-        self._fd = self._file.fileno()
+
+    def fileno(self) -> int:
+        """Of the file, which has no name."""
+        return self._file.fileno()
 
     @property
     def num_blocks(self) -> int:
@@ -106,8 +110,9 @@ class Spill:
                 self._kept[part.name][extent.number] = b"".join(pieces)
                 continue
             self._checks[extent.number, index] = [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
+            self._whole_checks[extent.number, index] = xxhash.xxh3_64_intdigest(b"".join(pieces))
             try:
-                done = os.pwritev(self._fd, pieces, at + part.offset * self.chunk_blocks)
+                done = os.pwritev(self.fileno(), pieces, at + part.offset * self.chunk_blocks)
             except OSError as error:
                 raise SpillError(f"write: {error.strerror or error}") from error
             if done != part.num_bytes * len(pieces):
@@ -119,7 +124,7 @@ class Spill:
         Raises:
             SpillError: they cannot be read, or do not check.
         """
-        size, index = part.num_bytes, self.parts[part.name]
+        size = part.num_bytes
         assert len(out) == size * len(blocks)
         first = 0
         while first < len(blocks):
@@ -133,11 +138,10 @@ class Spill:
                 first = last
                 continue
             at = extent * self.extent_bytes + part.offset * self.chunk_blocks + begin * size
-            self._read(at, out[first * size : last * size])
-            for block in range(first, last):
-                check = xxhash.xxh3_64_intdigest(out[block * size : (block + 1) * size])
-                if check != int(self._checks[extent, index, begin + block - first]):
-                    raise SpillError("read: a checksum is wrong")
+            found = out[first * size : last * size]
+            self._read(at, found)
+            if not self._is_intact(found, part, extent, begin):
+                raise SpillError("read: a checksum is wrong")
             first = last
 
     def read_unchecked(self, number: int, part: Part, out: memoryview) -> None:
@@ -161,11 +165,19 @@ class Spill:
         """The file is gone."""
         self._file.close()
 
+    def _is_intact(self, found: memoryview, part: Part, extent: int, begin: int) -> bool:
+        """Whether parts of neighbouring blocks, from `begin` on, are what was written."""
+        size, index = part.num_bytes, self.parts[part.name]
+        if len(found) == size * self.chunk_blocks:
+            return xxhash.xxh3_64_intdigest(found) == int(self._whole_checks[extent, index])
+        checks = [xxhash.xxh3_64_intdigest(found[at : at + size]) for at in range(0, len(found), size)]
+        return checks == self._checks[extent, index, begin : begin + len(checks)].tolist()
+
     def _read(self, at: int, out: memoryview) -> None:
         done = 0
         while done < len(out):
             try:
-                got = os.preadv(self._fd, [out[done:]], at + done)
+                got = os.preadv(self.fileno(), [out[done:]], at + done)
             except OSError as error:
                 raise SpillError(f"read: {error.strerror or error}") from error
             if not got:

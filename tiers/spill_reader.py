@@ -10,12 +10,15 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from tiers.files import aligned_buffer
 from tiers.layout import Part
 from tiers.spill import Spill, SpillError
+
+LOOK_AHEAD = 64  # of what is wanted, to find out how far a forward has come
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +33,10 @@ class _Stage:
 
 @dataclass(slots=True)
 class ReadCounts:
-    """Since start-up. `picked` are parts of single blocks, `picked_hits` those that the cache had."""
+    """Stretches since start-up: taken from the ring, or read by whoever wanted them."""
 
     staged: int = 0
     direct: int = 0
-    picked: int = 0
-    picked_hits: int = 0
 
 
 _Key = tuple[str, int]  # plane, extent
@@ -66,6 +67,12 @@ class SpillReader:
         if num_stages:
             self._thread.start()
 
+    @property
+    def num_staged(self) -> int:
+        """Stages that are filled or being filled."""
+        with self._changed:
+            return len(self._stages)
+
     def announce(self, wanted: Iterable[tuple[Part, int]]) -> None:
         """What a forward that begins will read: parts of extents, in order. What an earlier one left is dropped."""
         with self._changed:
@@ -90,30 +97,29 @@ class SpillReader:
             target = out[first * size : last * size]
             if not self._from_stage(target, part, extent, [block % per_chunk for block in blocks[first:last]]):
                 self.counts.direct += 1
+                self._overtaken(part, extent)
                 self.spill.read(blocks[first:last], part, target)
             first = last
 
     def pick(self, out: memoryview, part: Part, blocks: list[int]) -> int:
-        """The same for blocks that a selection picked, through the cache; bytes that came from the disk.
+        """The same for blocks that a selection picked, through the cache; how many of them it did not have.
 
         Raises:
             SpillError: they cannot be read, or do not check.
         """
-        size, missed_bytes = part.num_bytes, 0
+        size, num_missed = part.num_bytes, 0
         for place, block in enumerate(blocks):
             target = out[place * size : (place + 1) * size]
-            self.counts.picked += 1
             key = (part.name, block, self.spill.generations[block // self.spill.chunk_blocks])
             known = self._cache.get(key)
             if known is not None:
-                self.counts.picked_hits += 1
                 self._cache.move_to_end(key)
                 target[:] = known
                 continue
             self.spill.read([block], part, target)
-            missed_bytes += size
+            num_missed += 1
             self._remember(key, bytes(target))
-        return missed_bytes
+        return num_missed
 
     def close(self) -> None:
         """Ends the thread, once it has let go of the disk."""
@@ -152,6 +158,15 @@ class SpillReader:
             raise stage.error
         self.counts.staged += 1
         return True
+
+    def _overtaken(self, part: Part, extent: int) -> None:
+        """A forward reads this by itself: what was to come before it, and it itself, are not worth reading ahead."""
+        with self._changed:
+            soon = enumerate(islice(self._wanted, LOOK_AHEAD))
+            place = next((n for n, (other, at) in soon if at == extent and other.name == part.name), None)
+            if place is not None:
+                for _ in range(place + 1):
+                    self._wanted.popleft()
 
     def _drop(self, key: _Key) -> None:
         """Called with the lock held: the buffer is free now, or when the thread has let go of it."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiers.layout import Part
-from tiers.pools import DevicePools, HostArena
+from tiers.pools import DevicePools
 from tiers.residency import BlockSpace, StreamStats, Tier
 from tiers.spill_reader import SpillReader
 
@@ -30,8 +30,9 @@ class Sources:
 
     space: BlockSpace
     pools: DevicePools
-    arena: HostArena | None
+    arena_planes: dict[str, torch.Tensor]  # [num_chunks, rows, *row_shape] by name; empty where there is no host tier
     spill: SpillReader | None
+    parts: tuple[Part, ...]  # of a block
 
 
 class StreamedPools:
@@ -43,10 +44,11 @@ class StreamedPools:
         self.blocks = pools.blocks
         self.slot_tensors = pools.slot_tensors
         self.stats = StreamStats()
-        arena = {} if sources.arena is None else sources.arena.planes(pools.layout)
         self.planes = {
-            part.name: StreamedPlane(sources, part, self.stats, pools.planes[part.name], arena.get(part.name))
-            for part in pools.layout.block_parts
+            part.name: StreamedPlane(
+                sources, part, self.stats, pools.planes[part.name], sources.arena_planes.get(part.name)
+            )
+            for part in sources.parts
         }
         if sources.spill is not None:
             sources.spill.announce(_forecast(sources, table, is_chunk=is_chunk))
@@ -136,7 +138,10 @@ class StreamedPlane:
             landed = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         view = landed.flatten().view(torch.uint8).numpy().data
         if is_picked:
-            self.stats.disk_bytes += self.sources.spill.pick(view, self.part, blocks)
+            num_missed = self.sources.spill.pick(view, self.part, blocks)
+            self.stats.picked += len(blocks)
+            self.stats.picked_hits += len(blocks) - num_missed
+            self.stats.disk_bytes += num_missed * self.part.num_bytes
         else:
             self.sources.spill.fill(view, self.part, blocks)
             self.stats.disk_bytes += 0 if self.sources.spill.spill.is_kept(self.part) else out.nbytes
@@ -158,10 +163,10 @@ def _forecast(sources: Sources, table: list[int], *, is_chunk: bool) -> Iterator
 
     A layer's planes are those whose names differ in their last word.
     """
-    first, layout = sources.space.first_spill, sources.pools.layout
+    first = sources.space.first_spill
     assert sources.spill is not None
     extents = list(dict.fromkeys((id_ - first) // sources.spill.spill.chunk_blocks for id_ in table if id_ >= first))
-    for _, group in groupby(layout.block_parts, key=lambda part: part.name.rpartition(".")[0]):
+    for _, group in groupby(sources.parts, key=lambda part: part.name.rpartition(".")[0]):
         parts = [part for part in group if not sources.spill.spill.is_kept(part)]
         if is_chunk:
             yield from ((part, extent) for extent in extents for part in parts)

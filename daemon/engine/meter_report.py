@@ -58,6 +58,8 @@ def _tier(cache: TieredCache, name: str, meters: TierMeters) -> TierMeterRow:
         reuse_gap=_row(meters.reuse_gap_s),
         load_bytes_per_s=gate.bytes_per_s if gate is not None else None,
         load_latency_s=gate.latency_s if gate is not None else None,
+        picked=meters.picked,
+        picked_hits=meters.picked_hits,
     )
 
 

@@ -41,7 +41,6 @@ class Streaming:
         self.share = config.stream_share
         self.min_tokens_per_s = config.min_tokens_per_s
         self.chunk_blocks = residency.chunk_blocks
-        self.stats = StreamStats()  # of all forwards
         self.bytes_per_s: float | None = None  # of late, from below the device
         self.link_bytes_per_s: float | None = None  # the best of late
         self._reserved: dict[Stream, int] = {}  # blocks below that each may come to need
@@ -189,7 +188,13 @@ class Streaming:
         """A forward has read so much from below."""
         stream.last_row = read
         stream.stats.add(read)
-        self.stats.add(read)
+        meters = self.cache.meters
+        if "host" in meters:
+            meters["host"].streamed_bytes += read.host_bytes
+        if "disk" in meters:
+            meters["disk"].streamed_bytes += read.disk_bytes
+            meters["disk"].picked += read.picked
+            meters["disk"].picked_hits += read.picked_hits
         rate = read.bytes_per_s
         if rate is not None:
             self.link_bytes_per_s = max(rate, LINK_MEMORY * (self.link_bytes_per_s or 0.0))

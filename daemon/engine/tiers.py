@@ -91,7 +91,9 @@ def make_sources(cache: TieredCache, pools: DevicePools) -> Sources | None:
     reader = None
     if residency.spill is not None:
         reader = SpillReader(residency.spill, num_stages=SPILL_STAGES, cache_bytes=SPILL_CACHE_BYTES)
-    return Sources(residency.space, pools, residency.transfer.arena, reader)
+    arena = residency.transfer.arena
+    planes = {} if arena is None else arena.planes(pools.layout)
+    return Sources(residency.space, pools, planes, reader, pools.layout.block_parts)
 
 
 def _cost(compute: Compute) -> ComputeCost:

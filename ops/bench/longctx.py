@@ -166,7 +166,7 @@ class LongMeasurement:
             for tier in self._settings.tiers:
                 for share in self._settings.shares:
                     figures = self._budget(info, tier, share, Path(folder) / f"{tier} {share}")
-                    budgets.append(_with_limit(figures, links, resident_token_s))
+                    budgets.append(limited(figures, links, resident_token_s))
         return LongReport(info.model, info.dtype, info.device, self._settings, links, tuple(budgets))
 
     def _budget(self, info: admin_pb2.GetServerInfoResponse, tier: str, share: float, folder: Path) -> BudgetFigures:
@@ -291,6 +291,13 @@ def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
     return Links(memory, num_bytes / disk_s, num_bytes / pipeline_s)
 
 
+def limited(figures: BudgetFigures, links: Links, resident_token_s: float) -> BudgetFigures:
+    """With what a token may cost at best: the slowest of the link, the pipeline and the step with all resident."""
+    link_s = figures.streamed_bytes / (links.memory if figures.tier == "host" else links.disk)
+    pipeline_s = figures.streamed_bytes / links.pipeline if figures.tier == "disk" else 0.0
+    return replace(figures, limit_token_s=max(link_s, pipeline_s, resident_token_s))
+
+
 def _serve(client: Client, request: generation_pb2.GenerateRequest) -> _Served:
     """Puts one request, and looks at its sequence when its second token has come."""
     texts: list[str] = []
@@ -327,12 +334,6 @@ def _answered(prompt: _Prompt, served: _Served) -> Answered:
         prefill_s=served.prefill_s,
         token_s=_token_s(served),
     )
-
-
-def _with_limit(figures: BudgetFigures, links: Links, resident_token_s: float) -> BudgetFigures:
-    link_s = figures.streamed_bytes / (links.memory if figures.tier == "host" else links.disk)
-    pipeline_s = figures.streamed_bytes / links.pipeline if figures.tier == "disk" else 0.0
-    return replace(figures, limit_token_s=max(link_s, pipeline_s, resident_token_s))
 
 
 def _make_question(model: Path, kind: str, seed: int, aim: int) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def small_device(
 
 
 TIERS = ("host", "spill")
+SELECTS = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp")  # attend to what an indexer picks
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,10 @@ def compare_with_resident(case: Case, tiers: tuple[str, ...], folder: Path) -> C
         below = [getattr(residence, tier) for residence in probe.residences]
         assert min(below) > 0, f"{where}: everything was resident"
         assert probe.most_read_bytes > 0, f"{where}: nothing was streamed"
+        meters = probe.engine.cache.meters["disk" if tier == "spill" else "host"]
+        assert meters.streamed_bytes > probe.most_read_bytes, where
+        if tier == "spill" and family in SELECTS:
+            assert 0 < meters.picked_hits < meters.picked, f"{where}: selection had no use of the cache"
         seen[tier] += len(found)
         probe.engine.close()
     return seen
