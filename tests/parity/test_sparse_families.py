@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daemon.layers import mla
+from daemon.layers import inputs
 from tests.parity.checkpoints import BLOCK_SIZE, load, tokens
 from tests.parity.driver import Driver
 from tests.parity.matrix import (
@@ -87,7 +87,7 @@ def test_pieces_of_a_chunk_equal_the_chunk_in_one_piece(sparse_pairs, monkeypatc
     pair, text = sparse_pairs(name), tokens(300)
     driver = Driver(pair.ours, block_size=BLOCK_SIZE, num_blocks=160)
     in_pieces = driver.chunk(driver.add(), text)
-    monkeypatch.setattr(mla, "QUERY_TILE", 1 << 20)
+    monkeypatch.setattr(inputs, "QUERY_TILE", 1 << 20)
     torch.testing.assert_close(driver.chunk(driver.add(), text), in_pieces, atol=2e-5, rtol=0)
 
 
