@@ -45,7 +45,7 @@ RESULT = Path("tests/campaigns/results/fuzz.json")
 FLAGS = (
     *TINY_FLAGS, "--pool-bytes", str(16 << 20), "--host-bytes", str(8 << 20), "--disk-bytes", str(64 << 20),
     "--gateway", "true", "--max-context-tokens", "1024", "--max-tokens-limit", "8", "--tokenizer-timeout-s", "2",
-    "--grammar-timeout-s", "1", "--log-level", "warning",
+    "--grammar-timeout-s", "1", "--grammar-workers", "2", "--log-level", "warning",
 )  # fmt: skip
 # What a process may grow by after the windows that warm it up, over all that follow.
 MAX_GROWTH_BYTES = {"front": 8 << 20, "engine": 64 << 20}
@@ -90,10 +90,14 @@ class Fuzz:
 
     def run(self, count: int, windows: int = WINDOWS) -> None:
         """Sends so many; raises AssertionError with the first defects."""
+        asyncio.run(self._run(count // windows // BATCHES, windows))
+
+    async def _run(self, batch: int, windows: int) -> None:
         for _ in range(windows):
-            batches = (self._cases(count // windows // BATCHES) for _ in range(BATCHES))
-            asyncio.run(self._traffic.run(*batches, look_after=self._look_after))
+            batches = (self._cases(batch) for _ in range(BATCHES))
+            await self._traffic.run(*batches, look_after=self._look_after)
             self._measure()
+            print(f"{self.tally.sent.total()} sent, the front has {self.memory.front[-1] >> 10} KiB", flush=True)
 
     def check_memory(self) -> None:
         """Raises AssertionError where a process has grown beyond its bound."""
@@ -198,10 +202,8 @@ def fuzz_drain(folder: Path, seed: int, count: int) -> Tally:
         wait = admin_pb2.DrainRequest(timeout_s=0.05)
         made = (maker.changed(wait).SerializeToString() for _ in range(count))
         calls = (Case("drain", DRAIN, mutated(rng, data, b"") if rng.random() < 0.5 else data) for data in made)
-        asyncio.run(traffic.run(calls))
-        daemon.admin.Drain(wait, timeout=10)
         refused = (Case("drained", f"/{GENERATION}/Generate", SOUND.SerializeToString()) for _ in range(20))
-        asyncio.run(traffic.run(refused))
+        asyncio.run(traffic.run(calls, iter((Case("drain", DRAIN, wait.SerializeToString()),)), refused))
     finally:
         status = daemon.stop()
     assert status == 0
@@ -217,6 +219,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, default=RESULT)
     arguments = parser.parse_args()
     seed, began_s = first_seed(), time.monotonic()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="dc-", dir="/tmp") as name:
         folder = Path(name)
         daemon = Daemon(folder, tiny_model(folder / "model"), *FLAGS, "--disk-path", str(folder / "disk"))
@@ -236,7 +239,7 @@ def main() -> int:
     result = {
         "campaign": "fuzz",
         "seed": seed,
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
         **figures(fuzz),
         "drain": dict(drained.answers),
         "seconds": round(time.monotonic() - began_s, 1),

@@ -105,6 +105,11 @@ class Daemon:
             raise
 
 
+def crowd() -> float:
+    """How many want each core, at least one: so much longer than alone may something take."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 @contextmanager
 def running(folder: Path, model: Path, *flags: str) -> Generator[Daemon]:
     """A ready daemon, which must end with status 0."""

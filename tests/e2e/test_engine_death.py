@@ -13,7 +13,7 @@ from downcore.v1 import generation_pb2 as pb
 
 from daemon.front.status import PUSHBACK_KEY
 from tests.campaigns.budget import is_full
-from tests.e2e.daemon import TINY_FLAGS, Daemon, running, summary_of, tiny_model, tokens_of
+from tests.e2e.daemon import TINY_FLAGS, Daemon, crowd, running, summary_of, tiny_model, tokens_of
 from tests.front.harness import details_of, eventually
 
 NUM_STREAMS = 32
@@ -83,11 +83,6 @@ def test_an_engine_killed_under_32_streams_is_told_of_at_once_and_its_prefixes_a
             assert daemon.info().engine_starts == kill + 2
         daemon.wait_idle()
         assert daemon.ledger().balanced, list(daemon.ledger().findings)
-
-
-def crowd() -> float:
-    """How many want each core, at least one: so much longer than alone may a process take to start."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def check_told(error: grpc.aio.AioRpcError) -> None:

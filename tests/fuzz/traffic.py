@@ -23,6 +23,8 @@ GLANCE_S = 0.15  # of a stream without end
 RAW_WAIT_S = 0.02
 MAX_SLOW = 64  # connections that say nothing more, open at a time
 LASTS = {f"/{GENERATION}/Generate": "summary", f"/{CACHE}/WarmPrefix": "receipt"}  # how a whole stream ends
+# The deadline goes with the call, and where the daemon's clock is first, its end of the stream is simply closed.
+OUT_OF_TIME = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -121,7 +123,7 @@ class Traffic:
                     return "cancelled", None
         except grpc.aio.AioRpcError as error:
             code, message = error.code(), error.details() or ""
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s < PATIENCE_S:
+            if code in OUT_OF_TIME and timeout_s < PATIENCE_S:
                 return "out of time", None
             trailers = tuple(error.trailing_metadata() or ())
             own = reason_of_trailers(trailers)
