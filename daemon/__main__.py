@@ -28,6 +28,9 @@ def main() -> int:
     except SettingsError as error:
         print(f"downcored: {error}", file=sys.stderr)
         return 2
+    if not os.path.isdir(config.engine.model_path):
+        print(f"downcored: there is no model folder {config.engine.model_path!r}", file=sys.stderr)
+        return 2
     return run(config)
 
 

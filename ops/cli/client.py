@@ -122,7 +122,10 @@ def explain(call: grpc.Call, target: str) -> CliError:
     if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
         return CliError(exit_code, f"TLS with {target} failed: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return CliError(exit_code, f"no daemon answers at {target.removeprefix('unix:')}")
+        where = target.removeprefix("unix:")
+        return CliError(
+            exit_code, f"no daemon answers at {where}: `downcore serve` starts one, --server names one"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CliError(exit_code, f"no answer from {target.removeprefix('unix:')} in the time given by --timeout")
     return CliError(exit_code, f"{details or 'the call failed'} [{code.name}]")

@@ -24,26 +24,26 @@ class Command:
 
 
 COMMANDS = {
+    "serve": Command("ops.cli.serve", "Run the daemon in the foreground"),
     "status": Command("ops.cli.status", "What the daemon serves, and whether it does"),
-    "tiers": Command("ops.cli.tiers", "Tiers of the cache: ls, show, stat, watch, verify, flush"),
+    "generate": Command("ops.cli.generate", "Stream an answer to a prompt"),
+    "tokenize": Command("ops.cli.tokenize", "Token ids of a text"),
     "prefix": Command("ops.cli.prefix", "Cached prefixes: ls, show, explain, warm, pin, unpin, evict, top"),
+    "tiers": Command("ops.cli.tiers", "Tiers of the cache: ls, show, stat, watch, verify, flush"),
     "quota": Command("ops.cli.quota", "What a namespace may keep: ls, set, rm"),
     "session": Command("ops.cli.session", "Sequences being served: ls, show ID, abort ID"),
     "ledger": Command("ops.cli.ledger", "Every byte of every tier by owner and kind"),
     "top": Command("ops.cli.top", "Tiers, rates and sequences, live"),
     "events": Command("ops.cli.events", "What has happened to the daemon; -f: what happens"),
-    "generate": Command("ops.cli.generate", "Stream an answer to a prompt"),
-    "tokenize": Command("ops.cli.tokenize", "Token ids of a text"),
     "ping": Command("ops.cli.ping", "Health and round-trip time"),
-    "token": Command("ops.cli.token", "Tokens for the daemon's callers: new, hash"),
     "drain": Command("ops.cli.drain", "Refuse new requests and wait for the open ones"),
-    "serve": Command("ops.cli.serve", "Run the daemon in the foreground"),
+    "token": Command("ops.cli.token", "Tokens for the daemon's callers: new, hash"),
     "config": Command("ops.cli.config", "Settings of the daemon: show, check"),
     "doctor": Command("ops.cli.doctor", "Is this machine fit, and what to change"),
     "model": Command("ops.cli.model", "Models: check, fetch, path"),
     "store": Command("ops.cli.store", "The disk tier's directory, offline: fsck, dump"),
     "demo": Command("ops.cli.demo", "Ask two questions about a real document"),
-    "bench": Command("ops.cli.bench", "Measure the served model beside transformers"),
+    "bench": Command("ops.cli.bench", "Measure: the served model, load, recorded requests, kernels"),
     "completion": Command("ops.cli.completion", "A completion script: bash, zsh, fish"),
     "version": Command("ops.cli.version", "Version of this program"),
 }
@@ -109,7 +109,7 @@ def load(name: str) -> ModuleType:
 
 def help_text() -> str:
     """All commands, one a line."""
-    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([USAGE, "", *lines, "", FOOTER])
 
 

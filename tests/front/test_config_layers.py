@@ -168,3 +168,10 @@ def test_the_daemon_shows_and_checks_its_settings_without_serving(tmp_path: Path
     wrong = daemon("--check-config", "--config", str(path), "--grid", "100")
     assert (wrong.returncode, "grid 100 is not a multiple" in wrong.stderr) == (2, True)
     assert read(("--check-config",), {}).action is Action.CHECK
+
+
+def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "daemon", "--model", str(tmp_path / "none"), "--listen", str(tmp_path / "d" / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"downcored: there is no model folder {str(tmp_path / 'none')!r}\n"
