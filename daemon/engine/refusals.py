@@ -48,7 +48,8 @@ def _capacity_error(scheduler: Scheduler, asked: Asked) -> str | None:
     device, n = scheduler.device, asked.n
     if n > scheduler.max_sequences:
         return f"n is {n}, but only {scheduler.max_sequences} sequences run at a time"
-    if scheduler.streaming is not None and scheduler.streaming.wants(asked.max_len):
+    # What is warmed is the tree's at the end, and the tail of what is larger than the device is not yet.
+    if scheduler.streaming is not None and scheduler.streaming.wants(asked.max_len) and not asked.is_warm:
         return scheduler.streaming.capacity_error(asked.max_len, n)
     first_len = min(asked.max_len, asked.prompt_len + scheduler.growth_window)
     shared = asked.prompt_len // device.layout.block_size

@@ -1,11 +1,13 @@
 """Sequences larger than the device among others: cancelled at random, losing blocks, refused, forked."""
 
 import random
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from daemon.cache_messages import TierName, Warm
 from daemon.engine.sequence import Sequence
 from daemon.errors import ErrorReason
 from daemon.messages import Abort, Answer, Query, QueryKind
@@ -305,6 +307,15 @@ def test_what_would_be_slower_than_the_floor_is_refused_with_the_figures() -> No
     assert refused.reason is ErrorReason.NO_CAPACITY
     assert "bytes a token at 1000 bytes a second shared by 1" in refused.message
     assert refused.retry_after_s is not None
+    harness.assert_idle_books()
+
+
+def test_a_prefix_larger_than_the_device_is_not_warmed_and_costs_nothing() -> None:
+    harness = small(200)
+    ids = array("i", prompt_of(LONG, 1)).tobytes()
+    harness.engine.handle(Warm("w", ids, "", TierName.HOST, pin=False, durable=False))
+    assert "the device has 10" in harness.rejected["w"].message
+    assert harness.engine.steps == 0
     harness.assert_idle_books()
 
 
