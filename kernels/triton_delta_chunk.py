@@ -29,7 +29,7 @@ from kernels.triton_softmax import LOG2E
 # exp of it is 1e-26: nothing beside a value of this row. Sums over an inner chunk keep four digits after the point.
 LEAST_CHANNEL_DECAY = -60.0
 STRIP = 16  # rows of a block on the diagonal that a bounded decay meets at once
-LEAST_PIECE_CHUNKS = 16  # inner chunks that are worth a launch
+LEAST_PIECE_CHUNKS = 64  # inner chunks that are worth a launch of their own
 LEAST_STRIP_DECAY = -5.0  # a row: 8 of them to either side are e^40, and their products e^80
 
 

@@ -158,7 +158,7 @@ def few_experts(rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch
     out = torch.empty((num_rows, width_out), dtype=rows.dtype, device=rows.device)
     tiles = top_k * triton.cdiv(inner, UP_COLUMNS) + triton.cdiv(shared, UP_COLUMNS)
     _up_kernel[(tiles, num_rows)](
-        *(rows, routing.experts, up, shared_up, hidden, rows.stride(0), up.stride(0)),
+        *(rows, routing.experts, up, up if shared_up is None else shared_up, hidden, rows.stride(0), up.stride(0)),
         0.0 if activation.limit is None else activation.limit,
         WIDTH=width,
         INNER=inner,

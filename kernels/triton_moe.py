@@ -41,11 +41,14 @@ class MoeTiles:
 
 FEW = MoeTiles(16, ProductTiles(32, 256, 4, 3), ProductTiles(64, 128, 4, 4))
 MANY = MoeTiles(64, ProductTiles(64, 64, 4, 3), ProductTiles(128, 64, 4, 3))
+MOST = MoeTiles(128, ProductTiles(128, 64, 8, 4), ProductTiles(256, 64, 8, 4))
 
 
 def moe_tiles(num_assignments: int, num_experts: int) -> MoeTiles:
     """What was fastest on an H200, by how many rows an expert has on average."""
-    return FEW if num_assignments <= 8 * num_experts else MANY
+    if num_assignments <= 8 * num_experts:
+        return FEW
+    return MANY if num_assignments <= 64 * num_experts else MOST
 
 
 @triton.jit

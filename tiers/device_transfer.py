@@ -1,7 +1,8 @@
 """The copies of tiers/transfer.py, with tensors.
 
-On an accelerator each calling thread has a stream of its own: a copy begins after the fence, and the call returns when
-the bytes have arrived. So a fence orders every copy against compute, and no buffer is used again before its copy ended.
+On an accelerator each calling thread has a stream of its own: a copy begins after the fence, and the call, or `arrived`
+after many of them, returns when the bytes are there. So a fence orders every copy against compute, and no buffer is
+used again before its copy ended.
 """
 
 import threading
@@ -44,11 +45,18 @@ class DeviceTransfer:
         """From the device into chunks of the arena, in order."""
         for part, chunk in self._parts(self._tensor(image), chunks):
             self._copy(chunk, part, fence)
+        self.arrived()
 
     def to_device(self, chunks: Sequence[int], image: Image, fence: Fence) -> None:
         """And back."""
         for part, chunk in self._parts(self._tensor(image), chunks):
             self._copy(part, chunk, fence)
+
+    def arrived(self) -> None:
+        """Returns when all that this thread has given to the device is there."""
+        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
+        if stream is not None:
+            stream.synchronize()
 
     def landings(self, images: Sequence[Image]) -> list[memoryview]:
         """Host buffers to be filled: the images themselves on a CPU, else this thread's staging buffer."""
@@ -69,6 +77,7 @@ class DeviceTransfer:
         if not self.is_direct:
             copied = torch.empty(tensor.shape, dtype=torch.uint8)
             self._copy(copied, tensor, fence)
+            self.arrived()
             tensor = copied
         return tensor.numpy().data
 
@@ -115,4 +124,3 @@ class DeviceTransfer:
         stream.wait_event(fence.event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        stream.synchronize()

@@ -177,6 +177,7 @@ class Restorer:
         for load in batch:
             assert load.chunks is not None
             self.transfer.to_device(load.chunks, load.image, fence)
+        self.transfer.arrived()
 
     def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, str]:
         assert self.disk is not None
@@ -190,6 +191,7 @@ class Restorer:
                 self.transfer.land(load.image, landing, fence)
             else:
                 failures[load] = str(flaw)
+        self.transfer.arrived()
         return failures
 
     def _finish(self, restore: Restore) -> None:

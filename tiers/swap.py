@@ -104,5 +104,6 @@ class Swapper:
             table.append(block_id)
         if swapped.slot_chunks:
             self.transfer.to_device(swapped.slot_chunks, Image(slot, is_state=True), fence)
+        self.transfer.arrived()
         swapped.resources.release()
         return Returned(table, slot)

@@ -22,7 +22,7 @@ class Image:
 
 
 class Transfer(Protocol):
-    """Copies that have arrived when their call returns."""
+    """Copies that have arrived when their call returns, but for those to the device, which `arrived` waits for."""
 
     def fence(self) -> Fence:
         """Everything that was given to the device until now."""
@@ -33,7 +33,11 @@ class Transfer(Protocol):
         ...
 
     def to_device(self, chunks: Sequence[int], image: Image, fence: Fence) -> None:
-        """And back."""
+        """And back; it has arrived when `arrived` has returned."""
+        ...
+
+    def arrived(self) -> None:
+        """Returns when all that the calling thread has sent to the device is there."""
         ...
 
     def landings(self, images: Sequence[Image]) -> list[memoryview]:
@@ -44,7 +48,7 @@ class Transfer(Protocol):
         ...
 
     def land(self, image: Image, landing: memoryview, fence: Fence) -> None:
-        """A filled buffer becomes the image's bytes."""
+        """A filled buffer becomes the image's bytes, when `arrived` has returned."""
         ...
 
     def view(self, image: Image, fence: Fence) -> memoryview:

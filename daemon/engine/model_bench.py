@@ -1,15 +1,17 @@
 """Times one model at its real shapes, weights made up: `python -m daemon.engine.model_bench CONFIG PART...`
 
-A part is `decode:ROWS:CONTEXT`, `prefill:CONTEXT` or `eager:ROWS:CONTEXT`; each prints one JSON object. History is made
-up as well: a decode step at a long context reads as many pages as a real one, and nobody has to compute them first.
+A part is `decode:ROWS:CONTEXT`, `eager:ROWS:CONTEXT`, `prefill:CONTEXT` or `restore:TIER:CONTEXT`; each prints one JSON
+object. The history of a step is made up as well: it reads as many pages as a real one, and nobody has to compute them.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +20,7 @@ import torch
 from daemon.batch import SequenceRows, make_batch
 from daemon.engine.captured import DecodeRow, Draw
 from daemon.engine.decode_step import DecodeStep, takes
+from daemon.engine.restore_bench import time_restore
 from daemon.layers.parameters import Parameters
 from daemon.models.base import BuildOptions, HostStaged, Model
 from daemon.models.fields import Fields, read_json
@@ -64,18 +67,31 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("there is no device to time", file=sys.stderr)
         return 2
-    with torch.inference_mode():
-        built = build(arguments.config, arguments.layers)
-        for part in arguments.parts:
-            record = {"part": part, "num_layers": arguments.layers, "load_s": built.load_s}
-            try:
-                record |= run_part(built, part)
-            except Exception as failure:  # one part's failure is that part's line
-                torch.cuda.synchronize()
-                record["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]
-            print(json.dumps(record), flush=True)
-            torch.cuda.empty_cache()
+    restores = [part for part in arguments.parts if part.startswith("restore:")]
+    steps = [part for part in arguments.parts if part not in restores]
+    if steps:
+        with torch.inference_mode():
+            built = build(arguments.config, arguments.layers)
+            for part in steps:
+                _print(part, partial(run_part, built, part))
+            del built
+    for part in restores:
+        _, tier, context_len = part.split(":")
+        gc.collect()
+        torch.cuda.empty_cache()
+        _print(part, partial(time_restore, arguments.config, tier, int(context_len)))
     return 0
+
+
+def _print(part: str, measure: Callable[[], dict[str, object]]) -> None:
+    """One object on a line of its own; a part that fails says why in it."""
+    record: dict[str, object] = {"part": part}
+    try:
+        record |= measure()
+    except Exception as failure:  # the parts after it go on
+        record["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]
+    print(json.dumps(record), flush=True)
+    torch.cuda.empty_cache()
 
 
 def build(path: Path, num_layers: int | None) -> Built:
@@ -105,8 +121,7 @@ def build(path: Path, num_layers: int | None) -> Built:
 def run_part(built: Built, part: str) -> dict[str, object]:
     """Times one part; the keys say what was measured, in which unit."""
     kind, *numbers = part.split(":")
-    counts = [int(number) for number in numbers]
-    match kind, counts:
+    match kind, [int(number) for number in numbers]:
         case "decode", [num_rows, context_len]:
             return time_decode(built, num_rows, context_len, captures=True)
         case "eager", [num_rows, context_len]:

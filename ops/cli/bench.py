@@ -117,6 +117,19 @@ def kernels(
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
+@app.command("model", context_settings=HELP_NAMES)
+def whole_models(
+    models: Annotated[str | None, typer.Option("--models", help="Some of them, by commas, parts of names.")] = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure transformers too.")] = True,
+    again: Annotated[bool, typer.Option("--again", help="What is in today's record already, too.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of the result.")] = RESULTS,
+) -> None:
+    """Measure whole models at their real shapes on the card here, weights made up; goes on where it was stopped."""
+    command = [sys.executable, "-m", "ops.bench.model_bench", "--out", str(results)]
+    command += (["--models", models] if models else []) + ([] if peer else ["--no-peer"])
+    raise typer.Exit(subprocess.run(command + (["--again"] if again else []), check=False).returncode)
+
+
 @app.command(context_settings=HELP_NAMES)
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Session files, Mooncake traces, folders of them.")],

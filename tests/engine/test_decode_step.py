@@ -51,6 +51,19 @@ def test_a_padded_step_gives_what_the_bare_batch_gives_and_draws_each_row_its_ow
     assert step.counts.eager == 1
 
 
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here for want of a device; the same rows, and the log has the reason once."""
+    step = DecodeStep(model, prefilled(model, (9, 4)), captures=True)
+    plain = DecodeStep(model, prefilled(model, (9, 4)), captures=False)
+    for t in range(2):
+        rows = [DecodeRow(11, n + t, TABLES[s], 2 + s, GREEDY) for s, n in enumerate((9, 4))]
+        assert torch.equal(step.run(rows).logits, plain.run(rows).logits)
+    assert (step.counts.eager, step.counts.replayed, step.counts.failed_captures) == (2, 0, 1)
+    assert caplog.text.count("cannot be captured and runs eagerly") == 1
+
+
 def test_a_row_without_numbers_says_so_and_harms_no_other(model: Model) -> None:
     pools = prefilled(model, (9, 4))
     pools.slot_tensors[model.layout(BLOCK).slots[1].name][3] = float("nan")

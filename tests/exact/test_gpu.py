@@ -1,5 +1,7 @@
 """Exactness on an accelerator: of the cache over all tiers, and of replayed decode steps."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,31 @@ def test_replayed_steps_have_the_bytes_of_eager_ones_and_replays_happened() -> N
         assert len(steps[0].graphs()) > 3
         for replayed, eager in zip(*seen, strict=True):
             assert torch.equal(replayed, eager)
+
+
+FAULTS = """
+import torch
+from daemon.engine.faults import DeviceFault, end_if_sticky
+device = torch.device("cuda")
+nowhere = torch.tensor([9], device=device)
+for work in (lambda: torch.empty(1 << 50, device=device), lambda: torch.zeros(4, device=device)[nowhere]):
+    try:
+        work()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        try:
+            end_if_sticky(error, device)
+            print("goes on")
+        except DeviceFault as fault:
+            print("ends", fault)
+"""
+
+
+def test_a_lost_device_ends_the_engine_and_a_full_one_does_not() -> None:
+    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=False)
+    said = run.stdout.splitlines()
+    assert said[0] == "goes on", run.stderr
+    assert said[1].startswith("ends cuda: CUDA error"), run.stdout
 
 
 def test_a_mixed_batch_equals_its_members_alone_within_rounding() -> None:

@@ -24,6 +24,8 @@ FLAGS = (
     "12",
     "--slice-ms",
     "50",
+    "--grid",
+    str(GRID),
 )
 MOST_TOKENS = 8192  # longer ones belong to the campaign
 
