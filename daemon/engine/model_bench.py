@@ -23,8 +23,7 @@ from daemon.engine.decode_step import DecodeStep, takes
 from daemon.engine.restore_bench import time_restore
 from daemon.layers.parameters import Parameters
 from daemon.models.base import BuildOptions, HostStaged, Model
-from daemon.models.fields import Fields, read_json
-from daemon.models.load import build_model, choose_tile
+from daemon.models.load import build_model, choose_tile, read_shape
 from daemon.weights.dummy import fill_with_dummies
 from kernels.host import ints
 from tiers.pools import DevicePools
@@ -97,15 +96,12 @@ def _print(part: str, measure: Callable[[], dict[str, object]]) -> None:
 def build(path: Path, num_layers: int | None) -> Built:
     """The model of a configuration on the first CUDA device, in bfloat16."""
     began = time.monotonic()
-    fields = read_json(path)
-    text = dict((fields.section("text_config") or fields).values)
-    if num_layers is not None:
-        text["num_hidden_layers"] = num_layers
-    values = {**fields.values, "text_config": text} if fields.has("text_config") else text
+    fields, text_fields = read_shape(path, num_layers)
+    text = text_fields.values
     device = torch.device("cuda", 0)
     parameters = Parameters(device, torch.bfloat16)
     options = BuildOptions(torch.bfloat16, device, choose_tile(GRID, BLOCK))
-    model = build_model(Fields(values), options, parameters)
+    model = build_model(fields, options, parameters)
     sizes = {name: target.view.nbytes for name, target in parameters.targets.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     embedding = sum(size for name, size in sizes.items() if name.endswith(("embed_tokens.weight", "embeddings.weight")))

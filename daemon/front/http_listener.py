@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -61,7 +60,7 @@ class HttpListener:
             host, _, port = self._tcp.rpartition(":")
             server = await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=MAX_HEAD_BYTES)
             self._servers.append(server)
-            (bound,) = (sock.getsockname()[1] for sock in server.sockets if sock.family != socket.AF_UNIX)
+            (bound,) = (sock.getsockname()[1] for sock in server.sockets)
             listening.append(f"http://{host}:{bound}")
         return listening
 

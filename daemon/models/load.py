@@ -77,6 +77,20 @@ def build_dummy(values: Mapping[str, object], options: BuildOptions, seed: int =
     return model
 
 
+def read_shape(path: Path, num_layers: int | None) -> tuple[Fields, Fields]:
+    """A configuration's file, cut to so many layers, and the part of it that tells of the text model.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    fields = read_json(path)
+    text = dict((fields.section("text_config") or fields).values)
+    if num_layers is not None:
+        text["num_hidden_layers"] = num_layers
+    values = {**fields.values, "text_config": text} if fields.has("text_config") else text
+    return Fields(values, fields.where), Fields(text, fields.where)
+
+
 def build_model(fields: Fields, options: BuildOptions, parameters: Parameters) -> Model:
     """Declares the model of a configuration: its parameters are allocated, and not yet filled.
 

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ops.bench.kernels_bench import measure_ceilings
@@ -36,20 +37,9 @@ class Plan:
     peer: tuple[str, ...]  # of them, those that transformers is measured at
 
 
-PLANS = (
-    Plan(
-        "qwen3_5_moe-35b-a3b",
-        None,
-        (
-            *("decode:1:32768", "prefill:32768", "decode:1:4096", "decode:1:131072", "prefill:4096"),
-            *("decode:64:4096", "eager:1:32768", "decode:1:1048576", "prefill:131072"),
-            *("restore:host:131072", "restore:disk:131072"),
-        ),
-        ("decode:1:32768", "prefill:32768"),
-    ),
-    Plan("nemotron_h-30b", None, ("decode:1:32768", "decode:1:131072", "decode:64:4096", "prefill:32768"), ()),
-    Plan("glm5_next", 8, ("decode:1:32768", "decode:1:131072", "decode:1:1048576", "prefill:32768"), ()),
-)
+def plans() -> list[Plan]:
+    """What shapes/plans.json says."""
+    return msgspec.json.decode((SHAPES / "plans.json").read_bytes(), type=list[Plan])
 
 
 def main() -> int:
@@ -66,7 +56,7 @@ def main() -> int:
     card, date = torch.cuda.get_device_name().split()[-1], time.strftime("%Y-%m-%d", time.gmtime())
     record = Record(arguments.out / f"model-{card}-{date}.json", again=arguments.again)
     wanted = arguments.models.split(",")
-    for plan in PLANS:
+    for plan in plans():
         if any(part in plan.shape for part in wanted):
             measure(plan, record, with_peer=not arguments.no_peer)
     print(record.table())

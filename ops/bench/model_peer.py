@@ -48,9 +48,7 @@ def main() -> int:
 
 def build(path: Path) -> Any:
     """The text model, in bfloat16 on the first CUDA device, every weight a small random number."""
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values = values.get("text_config", values)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config = AutoConfig.from_pretrained(path).get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cuda").eval()
