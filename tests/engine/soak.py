@@ -27,6 +27,7 @@ from daemon.messages import Abort, Answer, Query, QueryKind, Rejected, SamplingP
 from tests.exact.checkpoint import write_checkpoint
 from tests.exact.families import GRID, VOCAB_SIZE, config_of
 from tiers.store import DiskStore
+from tiers.tree import Node, PrefixTree
 
 FAMILY = "qwen3_5"
 OPEN_AT_A_TIME = 8
@@ -71,6 +72,7 @@ class Sample:
     disk_bytes: int
     index_bytes: int
     num_nodes: int
+    num_bare_nodes: int  # of them, those that no tier has anything of, nor of what follows
     hit_tokens: tuple[int, int, int]  # device, host, disk
     evicted: tuple[int, int, int]
     findings: tuple[str, ...]
@@ -177,6 +179,7 @@ class Soak:
             disk_bytes=store.usage_bytes,
             index_bytes=sum(path.stat().st_blocks * 512 for path in self.disk.glob("index*")),
             num_nodes=engine.device.tree.num_nodes,
+            num_bare_nodes=_num_bare(engine.device.tree),
             hit_tokens=(engine.device.stats.hit_tokens, host.stats.hit_tokens, disk.stats.hit_tokens),
             evicted=(engine.device.stats.evicted_blocks, host.stats.evicted_copies, disk.stats.evicted_records),
             findings=ledger.findings,
@@ -217,6 +220,17 @@ class Soak:
         assert not isinstance(message, Rejected), message
         if isinstance(message, Answer):
             self.answers.append(message)
+
+
+def _num_bare(tree: PrefixTree) -> int:
+    """Nodes that no tier has the block or the state of, nor any of those below them."""
+    known: set[Node] = set()
+    for found in tree.nodes():
+        node: Node | None = found if found.has_block or found.has_state else None
+        while node is not None and node.parent is not None and node not in known:
+            known.add(node)
+            node = node.parent
+    return tree.num_nodes - len(known)
 
 
 def resident_bytes() -> int:
