@@ -123,9 +123,7 @@ def explain(call: grpc.Call, target: str) -> CliError:
         return CliError(exit_code, f"TLS with {target} failed: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         where = target.removeprefix("unix:")
-        return CliError(
-            exit_code, f"no daemon answers at {where}: `downcore serve` starts one, --server names one"
-        )
+        return CliError(exit_code, f"no daemon answers at {where}: `downcore serve` starts one, --server names one")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CliError(exit_code, f"no answer from {target.removeprefix('unix:')} in the time given by --timeout")
     return CliError(exit_code, f"{details or 'the call failed'} [{code.name}]")
