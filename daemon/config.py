@@ -74,7 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(description="most bytes waiting to be written down; beyond it writes are dropped")
     ] = 256 << 20
     stream_blocks: Annotated[
-        bool, Meta(description="run sequences larger than the device's blocks, with the rest in the tiers below it")
+        bool,
+        Meta(description="on a CPU, run sequences larger than the device's blocks, the rest in tiers below"),
     ] = True
     spill_bytes: Annotated[
         int | None, Meta(description="room beside disk_bytes for blocks of such sequences; without it none on disk")

@@ -25,7 +25,7 @@ from daemon.engine.runner import Runner
 from daemon.engine.sampler import Drawn, Sampler
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Request, Sequence, SequenceState
-from daemon.engine.tiers import make_sources, make_tuner
+from daemon.engine.tiers import make_sources, make_tuner, may_stream
 from daemon.engine.warming import Warming
 from daemon.errors import ErrorReason
 from daemon.grammar import load_tokenizer
@@ -85,7 +85,7 @@ class Engine:
         self.device = device = cache.device
         self.rate = PrefillRate()
         self.tuning = make_tuner(config, cache)
-        self.scheduler = Scheduler(cache, config, streams=model.caps.streaming and config.stream_blocks)
+        self.scheduler = Scheduler(cache, config, streams=may_stream(config, model))
         (shadow_slot,) = device.slots.take(1)
         device.reserved_slots.append(shadow_slot)
         self.runner = Runner(model, pools, shadow_slot, make_sources(cache, pools), replays=config.replay)

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from daemon.config import EngineConfig, EvictionPolicy
-from daemon.models.base import Compute
+from daemon.models.base import Compute, Model
 from daemon.sizing import Division
 from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
@@ -80,6 +80,12 @@ def make_tuner(config: EngineConfig, cache: TieredCache) -> Tuner | None:
     elif cache.host is not None:
         budget_bytes = cache.host.chunks.size * cache.host.chunk_bytes
     return Tuner(shape, budget_bytes, device.weights)
+
+
+def may_stream(config: EngineConfig, model: Model) -> bool:
+    """Whether sequences larger than the device may run. On an accelerator none: its kernels read planes in its own
+    memory, and know no others."""
+    return config.stream_blocks and model.caps.streaming and model.facts.device.type == "cpu"
 
 
 def make_sources(cache: TieredCache, pools: DevicePools) -> Sources | None:
