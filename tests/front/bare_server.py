@@ -35,6 +35,7 @@ async def serve(path: str) -> None:
     server = grpc.aio.server()
     methods = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", methods),))
+    server.add_registered_method_handlers("t.T", methods)  # as generated code does, too
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     ended = asyncio.Event()
