@@ -4,6 +4,7 @@ A chunk is alone in its forward and writes the state after it into a shadow slot
 changed nothing that anybody reads: its rows lie in private blocks beyond `computed_len`.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,14 @@ from daemon.batch import SequenceRows, make_batch
 from daemon.engine.captured import DecodeRow, Draw
 from daemon.engine.decode_step import CanaryError, Decoded, DecodeStep, takes
 from daemon.engine.sequence import Sequence
+from daemon.layers.steps import HostStageError
 from daemon.models.base import HostStaged, Model, Steps, finish
 from tiers.pools import DevicePools
 from tiers.streamed import Sources, StreamedPools, StreamStats
+
+CANARY_ROWS = 16  # more than decoding has of a sequence, so that it is a chunk
+
+log = logging.getLogger("downcore.engine")
 
 
 @dataclass(slots=True)
@@ -46,17 +52,22 @@ class Runner:
         self.step = DecodeStep(model, pools, captures=replays) if takes(model) else None
 
     def prove(self, max_rows: int) -> None:
-        """A canary step over padding, before anybody is served: the device answers, with numbers.
+        """A chunk and steps over padding, before anybody is served: the device answers, with numbers.
 
         Raises:
             CanaryError: it does not.
         """
+        num_rows = min(CANARY_ROWS, self.pools.layout.block_size)
+        self.pools.clear_slot(0)
+        try:
+            logits = self._forward([SequenceRows([0] * num_rows, 0, [0], slot_in=0, slot_out=0)])
+        except HostStageError as error:
+            log.warning("the canary could not read part of the model: %s", error)
+            return
+        if not bool(logits.isfinite().all()):
+            raise CanaryError("a chunk over padding gives logits that are not finite")
         if self.step is not None:
             self.step.prepare(max_rows)
-            return
-        self.pools.clear_slot(0)
-        if not bool(self._forward([SequenceRows([0], 0, [0], slot_in=0, slot_out=0)]).isfinite().all()):
-            raise CanaryError("a step over padding gives logits that are not finite")
 
     def decode(self, sequences: tuple[Sequence, ...], draw_of: Callable[[Sequence], Draw | None]) -> Decoded:
         """One row of each sequence. `draw_of` says how its token is drawn on the device, or that the host draws it."""

@@ -85,8 +85,8 @@ def start(
     try:
         with torch.inference_mode():
             engine.runner.prove(config.max_sequences)
-    except CanaryError as error:
-        raise StartError(str(error)) from error
+    except (CanaryError, AssertionError) as error:  # kernels assert the sizes that they take
+        raise StartError(f"the canary step failed: {error}") from error
     facts = loaded.model.facts
     info = EngineInfo(
         model=Path(config.model_path).name,
