@@ -217,6 +217,7 @@ class Residency:
         """The state at a node, from the host tier."""
         assert node.host_state is not None
         self.transfer.to_device(node.host_state.chunks, Image(slot, is_state=True), self.transfer.fence())
+        self.transfer.arrived()
 
     def _hold_source(self, resources: Resources, blocks: Sequence[int], nodes: Sequence[Node | None]) -> None:
         """Of blocks that the tree has on the device, all above them too: it holds no block without the path to it."""
