@@ -27,7 +27,7 @@ log = logging.getLogger("downcore.engine")
 
 
 def main() -> int:
-    """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away."""
+    """Exit status: 0 after Shutdown, 1 where it could not start, 3 where the front went away, 4 where it failed."""
     parser = argparse.ArgumentParser(prog="python -m daemon.engine", description="Spawned by the front; not by hand.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
     logs.configure("engine", level="info", log_format="auto")
@@ -41,6 +41,9 @@ def main() -> int:
     except FrontGone as gone:
         log.warning("the front is gone (%s)", gone)
         return 3
+    except Exception:
+        log.exception("the engine has failed")
+        return 4
     return 0
 
 
