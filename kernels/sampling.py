@@ -67,7 +67,9 @@ def apply_penalties(
     """
     if penalties.repetition != 1.0:
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / penalties.repetition, values * penalties.repetition)
+        changed = torch.where(values > 0, values / penalties.repetition, values * penalties.repetition)
+        # The smallest penalties make the largest float of a logit, and no infinity: a softmax of that is no number.
+        logits[seen] = changed.clamp(max=torch.finfo(logits.dtype).max)
     if penalties.presence or penalties.frequency:
         logits[made] -= penalties.presence + penalties.frequency * made_counts
 

@@ -28,8 +28,8 @@ log = logging.getLogger("downcore.engine")
 
 
 def main() -> int:
-    """Exit status: 0 after Shutdown, 1 where the engine could not start, 3 where the front went away,
-    4 where the device is lost.
+    """Exit status: 0 after Shutdown, 1 where it could not start, 3 where the front went away, 4 where it failed, or the
+    device is lost.
     """
     parser = argparse.ArgumentParser(prog="python -m daemon.engine", description="Spawned by the front; not by hand.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
@@ -47,6 +47,9 @@ def main() -> int:
     except FrontGone as gone:
         log.warning("the front is gone (%s)", gone)
         return 3
+    except Exception:
+        log.exception("the engine has failed")
+        return 4
     return 0
 
 

@@ -1,5 +1,7 @@
 """Draws follow the filtered distribution exactly, and depend on nothing but their arguments."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -118,3 +120,19 @@ def test_penalties_match_their_definitions() -> None:
     seen, made = torch.tensor([2, 4, 9]), torch.tensor([4, 9])
     apply_penalties(row, Penalties(1.7, 0.5, 0.25), seen, made, torch.tensor([2.0, 1.0]))
     assert torch.allclose(row, expected, atol=1e-6)
+
+
+def test_no_parameters_that_may_be_sent_make_a_draw_fail_or_leave_what_is_allowed() -> None:
+    least = 2.0**-149  # the smallest float above zero
+    ids = torch.arange(50)
+    extremes = itertools.product(
+        (1.0, least, 10.0), (1.0, least, 100.0), (1.0, least), (0.0, least, 1.0), (1.0, least), (0, 1), (320, 60)
+    )
+    for repetition, temperature, top_p, min_p, typical_p, top_k, num_allowed in extremes:
+        row = 4 * torch.randn(320, generator=torch.Generator().manual_seed(1))
+        row[num_allowed:] = -torch.inf
+        apply_penalties(row, Penalties(repetition, 2.0, 2.0), ids, ids, torch.ones(50))
+        filters = Filters(temperature, top_k, top_p, min_p, typical_p)
+        for number in (1e-9, 0.5, 1 - 1e-9):
+            token_id = draw(row, filters, number)
+            assert 0 <= token_id < num_allowed, (repetition, filters)
