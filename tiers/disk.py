@@ -155,7 +155,7 @@ class DiskTier:
         self.meters = TierMeters()
         self.garbage: list[RecordRef] = []
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
-        self.settle_above: Callable[[Node], None] = _is_the_only_lower_tier  # whose pins ask whether a record is here
+        self.settle_above: Callable[[Node], None] = lambda node: None  # the host's, where pins ask for records here
         self.appraiser = device.appraiser
         self.other_profile: frozenset[bytes] = frozenset()  # keys of blocks that another machine computed
         self._num_foreign = store.num_records  # records that this engine cannot read
@@ -414,10 +414,6 @@ class DiskTier:
             node = above
         self.stats.evicted_records += len(self.garbage) - before
         return sum(ref.stored_bytes for ref in self.garbage[before:])
-
-
-def _is_the_only_lower_tier(node: Node) -> None:
-    """Nothing of it could go elsewhere."""
 
 
 def _has_no_other_tier(nodes: list[Node]) -> None:
