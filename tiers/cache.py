@@ -92,6 +92,8 @@ class TieredCache:
             self.host.forget = self.forget
         if self.disk is not None:
             self.disk.forget = self.forget
+            if self.host is not None:
+                self.disk.settle_above = self.host.settle
 
     @property
     def names(self) -> tuple[str, ...]:

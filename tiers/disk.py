@@ -155,6 +155,7 @@ class DiskTier:
         self.meters = TierMeters()
         self.garbage: list[RecordRef] = []
         self.forget: Callable[[list[Node]], None] = _has_no_other_tier
+        self.settle_above: Callable[[Node], None] = lambda node: None  # the host's, where pins ask for records here
         self.appraiser = device.appraiser
         self.other_profile: frozenset[bytes] = frozenset()  # keys of blocks that another machine computed
         self._num_foreign = store.num_records  # records that this engine cannot read
@@ -273,6 +274,7 @@ class DiskTier:
         self._records[ref] = (node, False)
         self.settle(node)
         self.settle(node.parent)
+        self.settle_above(node)
         self.tree.charge(node, ref.stored_bytes)
         self.tree.tell(node, "disk", came=True)
 
@@ -299,6 +301,7 @@ class DiskTier:
             node.parent.disk_children -= 1
             self.settle(node.parent)
         self.settle(node)
+        self.settle_above(node)
         del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)

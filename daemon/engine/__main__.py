@@ -14,6 +14,7 @@ import time
 import torch
 
 from daemon import logs
+from daemon.engine.answers import words_of
 from daemon.engine.engine import Engine
 from daemon.engine.faults import DeviceFault, end_if_sticky
 from daemon.engine.leaving import write_down
@@ -126,7 +127,7 @@ def _prove(engine: Engine) -> None:
         engine.check()
     except AssertionError as error:
         engine.scheduler.meters.unbalanced_proofs += 1
-        log.error("idle, and the books do not balance: %s", error)
+        log.error("idle, and the books do not balance: %s", words_of(error))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The tables an operator can ask for, read from the engine's own books: there is no second spelling of a figure."""
 
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
@@ -193,13 +194,19 @@ def _stream_row(books: Books, sequence: Sequence) -> StreamRow | None:
     )
 
 
+def words_of(error: AssertionError) -> str:
+    """What a check has found: its own words, or where it has none the line that it is."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return str(error) or f"{place.name}: {place.line}"
+
+
 def _ledger(books: Books, query: Query) -> Answer:
     owners = books.owners()
     findings = books.astray()
     try:
         books.check()
     except AssertionError as error:
-        findings.append(str(error))
+        findings.append(words_of(error))
     weights = LedgerRow("device", "weights", "model", books.model.facts.weight_bytes, 1)
     rows = [LedgerRow("device", e.kind, e.owner, e.num_bytes, e.count) for e in device_ledger(books.device, owners)]
     if books.cache.host is not None:

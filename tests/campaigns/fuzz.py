@@ -116,6 +116,8 @@ class Fuzz:
         info = self._daemon.info()
         assert (info.engine_pid, info.engine_starts) == (self._engine.pid, 1), found
         assert self._sound() == self._first
+        ledger = self._daemon.ledger()
+        assert ledger.balanced, (list(ledger.findings), found)
         self.num_sound += 1
 
     def _sound(self) -> tuple[int, int]:

@@ -346,6 +346,26 @@ def test_pins_and_quotas_survive_a_restart_and_pinned_records_outlive_everything
     harness.assert_idle_books()
 
 
+def test_a_pinned_copy_on_the_host_may_go_while_the_disk_has_its_record_and_not_without() -> None:
+    harness = Harness(num_chunks=64, store=MemoryStore())
+    prompt = prompt_of(2 * GRID + 1, 1)
+    harness.submit("kept", prompt, 4, ignore_eos=True)
+    while not harness.tokens[("kept", 0)]:
+        harness.step()
+    harness.engine.handle(PinPrefix(1, "", Selector(prompt_ids=array("i", prompt).tobytes())))
+    harness.run()  # which writes it down, and checks the books after every step
+    (pinned,) = harness.engine.prefixes.pins
+    host, disk = harness.engine.cache.host, harness.engine.cache.disk
+    assert host is not None
+    assert disk is not None
+    assert pinned.host_block is not None
+    assert pinned.disk_block is not None
+    assert pinned in host.order
+    disk.drop_block(pinned, EvictionReason.DAMAGED)
+    assert pinned not in host.order
+    host.check()
+
+
 def test_a_warm_prefix_is_where_it_was_asked_for_and_says_so() -> None:
     harness = Harness(num_chunks=64, store=MemoryStore())
     prompt = prompt_of(3 * GRID + 2, 5)
