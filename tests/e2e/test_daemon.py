@@ -160,14 +160,14 @@ def test_a_storm_of_cancellations_returns_every_count(tmp_path: Path) -> None:
     try:
         storm = Storm(daemon, first_seed())
         asyncio.run(storm.run(requests=40, each_state=2, kills=1))
-        before = counts(daemon)
+        before, num_threads = counts(daemon), threading.active_count()
         done = asyncio.run(storm.run(requests=120, each_state=8, kills=1))
         print(f"storm: {done}")
         assert all(done.cancelled[state] >= 8 for state in STATES)
         assert done.killed >= 10
         assert done.completed >= 10
         assert counts(daemon) == before
-        assert threading.active_count() < 50
+        assert threading.active_count() <= num_threads  # of the client, which is this process
     finally:
         status = daemon.stop()
     assert status == 0

@@ -169,7 +169,8 @@ def test_a_storm_over_a_slow_disk_returns_every_count(
         expected = ORACLE.answer(prompt, max_tokens, temperature=1.0, stop_at_eos=False)
         assert answer == expected[: len(answer)], name
     storm.harness.engine.close()
-    assert handles() == before, "a file handle or a thread is left"
+    # Fewer is no leak: what other tests of this process began may have ended meanwhile.
+    assert all(now <= then for now, then in zip(handles(), before, strict=True)), "a file handle or a thread is left"
 
 
 def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
