@@ -87,7 +87,8 @@ def test_a_request_is_one_line_with_its_caller_end_counts_times_and_trace(tmp_pa
     }  # fmt: skip
     assert expected.items() <= good.items()
     assert 0 < good["first_token_s"] <= good["duration_s"] < 20
-    assert (late["error"], late["ends"]) == ("DEADLINE_EXCEEDED", "failed")
+    # The server's clock and the client's say at once that it is over: either may be heard first.
+    assert (late.get("error"), late["ends"]) in {("DEADLINE_EXCEEDED", "failed"), (None, "cancelled")}
 
 
 def test_only_the_part_that_the_setting_says_is_logged_of_what_ends_well_and_all_that_fails(
