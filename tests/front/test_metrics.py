@@ -104,13 +104,15 @@ def test_a_label_has_few_values_whatever_clients_do(page: bytes) -> None:
 
 
 def test_requests_are_counted_once_each_by_their_end(page: bytes) -> None:
-    ends = {end: values(page, "downcore_answers_total", end=end) for end in ("stop", "length", "aborted", "cancelled")}
-    assert ends == {"stop": 1, "length": 2, "aborted": 1, "cancelled": 1}
-    assert values(page, "downcore_answers_total", end="failed") == 1, "the one that was too late"
+    ends = {end: values(page, "downcore_answers_total", end=end) for end in ("stop", "length", "aborted")}
+    assert ends == {"stop": 1, "length": 2, "aborted": 1}
+    failed, cancelled = (values(page, "downcore_answers_total", end=end) for end in ("failed", "cancelled"))
+    # One was cancelled and one too late, which the server's clock and its client's say at once.
+    assert (failed, cancelled) in {(1, 1), (0, 2)}
     assert values(page, "downcore_open_requests") == 0
     method = "/downcore.v1.GenerationService/Generate"
     assert values(page, "downcore_errors_total", method=method, reason="INVALID_ARGUMENT") == 1
-    assert values(page, "downcore_errors_total", method=method, reason="DEADLINE_EXCEEDED") == 1
+    assert values(page, "downcore_errors_total", method=method, reason="DEADLINE_EXCEEDED") == failed
     assert values(page, "downcore_request_seconds_count") == 3, "those that neither failed nor were cancelled"
 
 
