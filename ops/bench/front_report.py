@@ -1,6 +1,5 @@
 """What the front's bench leaves behind: a JSON file and tables."""
 
-import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.bench.front_run import FrontSettings, Pings, SideBySide
-from ops.bench.report import machine_name, versions
+from ops.bench.report import machine_name, versions, write_record
 from ops.cli.output import make_table
 
 
@@ -32,10 +31,7 @@ def as_plain(report: FrontReport) -> dict[str, Any]:
 
 def write_json(report: FrontReport, folder: Path) -> Path:
     """Writes front-MACHINE-DATE.json; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"front-{machine_name()}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(as_plain(report), indent=2) + "\n", encoding="utf-8")
-    return path
+    return write_record("front", as_plain(report), folder)
 
 
 def print_report(report: FrontReport, console: Console) -> None:

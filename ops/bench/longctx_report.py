@@ -1,15 +1,13 @@
 """What a run of the long context leaves behind: a JSON file and a table."""
 
-import json
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ops.bench.longctx import BudgetFigures, LongReport
-from ops.bench.report import machine_name, versions
+from ops.bench.report import machine_name, versions, write_record
 from ops.cli.output import human_bytes, make_table
 
 
@@ -21,12 +19,7 @@ def as_plain(report: LongReport) -> dict[str, Any]:
 
 def write_json(report: LongReport, folder: Path) -> Path:
     """Writes longctx-MACHINE-DATE.json; returns its path."""
-    now = datetime.now(UTC)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"longctx-{machine_name()}-{now:%Y%m%d-%H%M%S}.json"
-    value = {"date": now.isoformat(timespec="seconds"), **as_plain(report)}
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    return path
+    return write_record("longctx", as_plain(report), folder)
 
 
 def print_report(report: LongReport, console: Console) -> None:

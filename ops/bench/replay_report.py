@@ -1,8 +1,6 @@
 """What a replay leaves behind: a JSON file and tables."""
 
-import json
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from rich.console import Console
 
 from ops.bench.clairvoyant import BELADY
 from ops.bench.replay import CLAIRVOYANT, BudgetFigures, DecisionTimes, PolicyFigures, Replayed
-from ops.bench.report import machine_name, slug, versions
+from ops.bench.report import machine_name, slug, versions, write_record
 from ops.cli.output import human_bytes, human_count, make_table
 
 
@@ -32,12 +30,7 @@ def as_plain(report: ReplayReport) -> dict[str, Any]:
 
 def write_json(report: ReplayReport, folder: Path) -> Path:
     """Writes replay-NAME-MACHINE-DATE.json; returns its path."""
-    now = datetime.now(UTC)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"replay-{slug(report.name)}-{machine_name()}-{now:%Y%m%d-%H%M%S}.json"
-    value = {"date": now.isoformat(timespec="seconds"), **as_plain(report)}
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    return path
+    return write_record(f"replay-{slug(report.name)}", as_plain(report), folder)
 
 
 def print_report(report: ReplayReport, console: Console) -> None:

@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -54,11 +54,18 @@ def slug(text: str) -> str:
 
 def write_json(report: Report, folder: Path) -> Path:
     """Writes NAME-MACHINE-DATE.json; returns its path."""
+    return write_record(
+        slug(report.name), {"machine": machine_name(), "versions": versions(), **asdict(report)}, folder
+    )
+
+
+def write_record(name: str, figures: Mapping[str, Any], folder: Path) -> Path:
+    """Writes the figures of one bench, after their date, as NAME-MACHINE-DATE.json; returns its path."""
     now = datetime.now(UTC)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{slug(report.name)}-{machine_name()}-{now:%Y%m%d-%H%M%S}.json"
-    value = {"date": now.isoformat(timespec="seconds"), "machine": machine_name(), "versions": versions()}
-    path.write_text(json.dumps({**value, **asdict(report)}, indent=2) + "\n", encoding="utf-8")
+    path = folder / f"{name}-{machine_name()}-{now:%Y%m%d-%H%M%S}.json"
+    value = {"date": now.isoformat(timespec="seconds"), **figures}
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     return path
 
 
