@@ -125,18 +125,11 @@ class StreamedPlane:
     def _from_host(self, out: torch.Tensor, chunks: torch.Tensor) -> None:
         assert self._arena is not None
         self.stats.host_bytes += out.nbytes
-        if out.device.type == "cpu":
-            torch.index_select(self._arena, 0, chunks, out=out)
-            return
-        for row, chunk in zip(out, chunks.numpy(force=True), strict=True):
-            row.copy_(self._arena[int(chunk)], non_blocking=True)
+        torch.index_select(self._arena, 0, chunks, out=out)
 
     def _from_spill(self, out: torch.Tensor, blocks: list[int], *, is_picked: bool) -> None:
         assert self.sources.spill is not None
-        landed = out
-        if out.device.type != "cpu":
-            landed = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        view = landed.flatten().view(torch.uint8).numpy().data
+        view = out.flatten().view(torch.uint8).numpy().data
         if is_picked:
             num_missed = self.sources.spill.pick(view, self.part, blocks)
             self.stats.picked += len(blocks)
@@ -145,8 +138,6 @@ class StreamedPlane:
         else:
             self.sources.spill.fill(view, self.part, blocks)
             self.stats.disk_bytes += 0 if self.sources.spill.spill.is_kept(self.part) else out.nbytes
-        if landed is not out:
-            out.copy_(landed)
 
 
 @dataclass(frozen=True, slots=True)

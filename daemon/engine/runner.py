@@ -129,8 +129,6 @@ class Runner:
     def end(self, chunk: Chunk) -> None:
         """It is whole, or dropped half-way. What lies below the device may be written again from now on."""
         chunk.forward.close()
-        if chunk.streamed is not None and self.pools.blocks.is_cuda:
-            torch.cuda.current_stream(self.pools.blocks.device).synchronize()
 
     def close(self) -> None:
         """Nothing is read ahead any more."""
