@@ -3,7 +3,9 @@
 `make campaign cancels` cancels 100,000 against a whole daemon, whose tiny model computes, and writes its figures to
 results/cancels.json; the test run does a fraction. Beside the storm one stream at a time is cancelled and timed: from
 the client's cancel until the daemon's ledger has nothing of it any more, which is when its blocks can be used again.
-What must hold: 99 of 100 come back within 50 ms, and 1,000 cancelled streams cost the front less than 1 KB.
+What must hold: 99 of 100 come back within 50 ms, and 1,000 cancelled streams cost the front less than 1 KB. What the
+front has allocated is flat from the start (tests/front/test_memory.py counts it), but its heap settles only after some
+hundred connections that end under load, whatever their number of streams: they come first, and are not measured.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from tests.e2e.daemon import TINY_FLAGS, Daemon, tiny_model
 
 FULL = 100_000
 WINDOWS = 10
+WARM_CONNECTIONS, WARM_STREAMS = 150, 200  # the heap's warm-up: connections, and streams of each
 FEW = 3  # windows at either end, of which the least is taken: what a window leaves is also what happens to be in flight
 AT_ONCE = 32
 MAX_P99_MS = 50.0
@@ -78,8 +81,13 @@ class Cancels:
         self.figures = Figures()
 
     def run(self, count: int, windows: int) -> None:
-        """Cancels so many."""
+        """Cancels so many, each window over a connection of its own."""
         asyncio.run(self._run(count // windows, windows))
+
+    def warm_up(self, connections: int, streams: int) -> None:
+        """Cancels so many streams over each of so many connections, and keeps no figures."""
+        self.run(connections * streams, connections)
+        self.figures = Figures()
 
     async def _run(self, count: int, windows: int) -> None:
         before = counts(self._daemon)
@@ -165,6 +173,7 @@ def main() -> int:
         daemon = Daemon(folder, tiny_model(folder / "model"), *FLAGS)
         try:
             cancels = Cancels(daemon, seed)
+            cancels.warm_up(WARM_CONNECTIONS, WARM_STREAMS)
             cancels.run(arguments.streams, WINDOWS)
         finally:
             status = daemon.stop()
@@ -175,6 +184,7 @@ def main() -> int:
         "campaign": "cancels",
         "seed": seed,
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "warm_up": {"connections": WARM_CONNECTIONS, "streams": WARM_CONNECTIONS * WARM_STREAMS},
         "cancelled": dict(found.cancelled),
         "timed": len(ordered),
         "back_ms": {"p50": round(ordered[len(ordered) // 2], 2), "p99": round(found.p99_ms, 2)},
