@@ -8,7 +8,7 @@ import msgspec
 import uvloop
 
 from daemon import logs
-from daemon.front import grpc_mend, memory
+from daemon.front import grpc_mend, memory, processor
 from daemon.front.command_line import Action, Command, read
 from daemon.front.config import FrontConfig
 from daemon.front.server import serve
@@ -50,6 +50,8 @@ def run(config: FrontConfig) -> int:
     logs.configure("front", level=config.log_level, log_format=config.log_format, tells_errors=False)
     if not memory.bound_allocator():
         logging.getLogger("downcore.front").warning("this C library has no mallopt: resident memory may creep")
+    if config.one_processor:
+        processor.keep_to_one()
     grpc_mend.quiet_core()
     grpc_mend.apply()
     try:

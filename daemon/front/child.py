@@ -12,6 +12,8 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from daemon.front.processor import all_given
+
 
 class Child:
     """A started process in a session of its own: a signal to the front's group is the front's to act on."""
@@ -29,14 +31,15 @@ class Child:
         Raises:
             OSError: it cannot be started.
         """
-        self._popen = subprocess.Popen(
-            command,
-            pass_fds=tuple(pass_fds),
-            stdin=subprocess.DEVNULL if stdio is None else stdio.fileno(),
-            stdout=None if stdio is None else stdio.fileno(),
-            start_new_session=True,
-            env={**(environment or {}), **os.environ},
-        )
+        with all_given():
+            self._popen = subprocess.Popen(
+                command,
+                pass_fds=tuple(pass_fds),
+                stdin=subprocess.DEVNULL if stdio is None else stdio.fileno(),
+                stdout=None if stdio is None else stdio.fileno(),
+                start_new_session=True,
+                env={**(environment or {}), **os.environ},
+            )
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
         self._pidfd = os.pidfd_open(self._popen.pid)

@@ -54,6 +54,9 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     coalesce: Annotated[bool, Meta(description="tokens that wait for a client go in one message, not in one each")] = (
         True
     )
+    one_processor: Annotated[bool, Meta(description="the front keeps to one processor where there are at most 8")] = (
+        True
+    )
     drain_window_s: Annotated[float, Meta(description="how long streams may go on after SIGTERM")] = 30.0
     pulse_timeout_s: Annotated[float, Meta(description="age of the step clock at which health fails")] = 2.0
     query_timeout_s: Annotated[float, Meta(description="longest wait for a table from the engine")] = 5.0
