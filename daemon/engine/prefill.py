@@ -58,6 +58,7 @@ class Prefill:
         elif match.nodes and self.pools.layout.slots:
             assert match.checkpoint is not None, "attention without state is a miss"
             self.pools.copy_slot(match.checkpoint, sequence.slot)
+            self.device.state_was_read(sequence.resources, match.nodes[-1])
         else:
             self.pools.clear_slot(sequence.slot)
         if request.admitted is None:

@@ -113,7 +113,9 @@ class Streaming:
             sequence.block_table.append(self._attach(sequence, stream, node))
         sequence.nodes = known
         sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
-        sequence.slot = device.take_slot(sequence.resources, known[-1] if known and known[-1].checkpoint else None)
+        if known and known[-1].checkpoint is not None:
+            device.hold_state(sequence.resources, known[-1])
+        sequence.slot = device.take_slot(sequence.resources)
         sequence.computed_len = match.resume_len
         if device.layout.slots and known and known[-1].checkpoint is None:
             self.residency.load_state(known[-1], sequence.slot)
