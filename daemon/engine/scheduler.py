@@ -376,8 +376,7 @@ class Scheduler:
         resumed = self.streaming.acquire(sequence, match)
         if resumed is None:
             return None
-        longest = min(request.max_len, len(sequence.token_ids) + self.growth_window)
-        self._take_tails(sequence, device.blocks_for(longest) - request.prompt_len // device.layout.block_size)
+        self._take_tails(sequence, self.streaming.sibling_blocks(sequence))
         return Admitted(sequence, resumed)
 
     def _has_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:

@@ -100,6 +100,19 @@ def test_choices_of_a_sequence_larger_than_the_device_share_what_is_below(tmp_pa
     harness.assert_idle_books()
 
 
+@pytest.mark.parametrize(("share", "window"), [(1.0, GRID), (0.5, 3 * GRID)])
+def test_what_stays_resident_leaves_each_choice_its_blocks(share: float, window: int, tmp_path: Path) -> None:
+    more = {"stream_share": share, "growth_window": window}
+    harness = small(400, tmp_path, num_blocks=24, num_slots=24, **more)
+    prompt = prompt_of(LONG + 3, 5)
+    harness.submit("r", prompt, 4 * GRID, n=4, temperature=1.0, seed=7, ignore_eos=True)
+    harness.run()
+    for choice in range(4):
+        answer = ORACLE.answer(prompt, 4 * GRID, seed=7 + choice, temperature=1.0, stop_at_eos=False)
+        assert harness.tokens[("r", choice)] == answer
+    harness.assert_idle_books()
+
+
 def test_a_prompt_that_went_below_is_a_prefix_for_the_next(tmp_path: Path) -> None:
     harness = small(200)
     prompt = prompt_of(LONG + 3, 5)
