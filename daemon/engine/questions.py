@@ -85,6 +85,11 @@ class Questions:
         """Somebody waits for what the next poll brings."""
         return bool(self.flushes) or self.kv_events.is_due
 
+    def close(self) -> None:
+        """Nothing that is still open goes on; who asked learns it from the end of the engine."""
+        self.scrubs.close()
+        self.flushes.clear()
+
     def ask(self, question: Question, unix_s: float) -> None:
         """Answers now, or keeps the question open."""
         if isinstance(question, KvWatch | KvUnwatch):
