@@ -276,6 +276,25 @@ def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
     harness.assert_idle_books()
 
 
+def test_a_disk_that_never_reads_again_ends_that_sequence_alone_after_a_few_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = small(0, tmp_path, num_blocks=16)
+    spill = harness.engine.cache.residency.spill if harness.engine.cache.residency is not None else None
+    assert spill is not None
+
+    def gone(blocks: object, part: object, out: object) -> None:
+        raise SpillError("read: the disk is gone")
+
+    monkeypatch.setattr(spill, "read", gone)
+    harness.submit("giant", prompt_of(LONG, 1), 4)
+    harness.submit("small", prompt_of(5, 2), 3, ignore_eos=True)
+    harness.run(limit=2000)
+    assert harness.rejected["giant"].reason is ErrorReason.INTERNAL
+    assert harness.tokens[("small", 0)] == ORACLE.answer(prompt_of(5, 2), 3, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
 def test_a_disk_that_takes_no_block_ends_that_sequence_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = small(0, tmp_path, num_blocks=16)
     spill = harness.engine.cache.residency.spill if harness.engine.cache.residency is not None else None
