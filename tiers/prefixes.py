@@ -61,6 +61,11 @@ class Prefixes:
                 if node is not None:
                     self._pin(node, pin.expires_at)
 
+    @property
+    def can_pin(self) -> bool:
+        """There is a tier that pins bind: the device evicts what is pinned as well."""
+        return self.cache.host is not None or self.cache.disk is not None
+
     def is_prefix(self, node: Node) -> bool:
         """A prompt can resume after it, and it is worth a line of its own."""
         layout = self.cache.device.layout
