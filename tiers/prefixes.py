@@ -127,10 +127,9 @@ class Prefixes:
             self.cache.disk.remember(self.cache.mover, lambda store: store.set_pin(pin))
 
     def unpin(self, node: Node) -> None:
-        """Takes the pin back, if there is one."""
-        if node not in self.pins:
-            return
-        self._release(node)
+        """Takes the pin back, if there is one; on disk one that damaged records took along, too: it would come back."""
+        if node in self.pins:
+            self._release(node)
         if self.cache.disk is not None:
             namespace, key = node.namespace, node.key
             self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))
