@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 import daemon.layers
+import daemon.models
+import daemon.weights
 import kernels
 from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
@@ -32,6 +34,11 @@ from tiers.pools import DevicePools
 from tiers.records import Identity
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
+CPU_INFO = Path("/proc/cpuinfo")
+PROCESSOR_FACTS = {
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+}
 FORMAT_VERSION = b"1"  # of images and keys: a change makes every older byte unreadable, on purpose
 
 log = logging.getLogger("downcore.engine")
@@ -145,16 +152,27 @@ def _fingerprint(config: EngineConfig, loaded: LoadedModel, layout: StateLayout,
     )
 
 
+def _processor(info: Path) -> str:
+    """What libraries choose their code by: not the instruction set alone, but the very model and its extensions."""
+    try:
+        lines = info.read_text().partition("\n\n")[0].splitlines()  # of the first core
+    except OSError:
+        lines = []
+    told = (line.partition(":") for line in lines)
+    facts = [f"{key.strip()}={value.strip()}" for key, _, value in told if key.strip() in PROCESSOR_FACTS]
+    return "\n".join((platform.machine(), *facts))
+
+
 def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
     """Would another machine compute the same bytes? Two that agree here would."""
     sources = hashlib.blake2b(digest_size=32)
-    for package in (kernels, daemon.layers):
+    for package in (kernels, daemon.layers, daemon.models, daemon.weights):
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             sources.update(path.name.encode() + b"\0" + path.read_bytes())
     is_gpu = device.type == "cuda"
     return state_fingerprint(
         {
-            "device": (torch.cuda.get_device_name(device) if is_gpu else platform.machine()).encode(),
+            "device": (torch.cuda.get_device_name(device) if is_gpu else _processor(CPU_INFO)).encode(),
             "dtype": str(dtype).encode(),
             "forms": choose_kernels(device, dtype).name.encode(),
             "instructions": torch.backends.cpu.get_cpu_capability().encode(),
