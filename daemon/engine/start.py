@@ -65,20 +65,29 @@ def start(
         loaded = load_model(msgspec.structs.replace(config, grid=grid), progress)
         layout = loaded.model.layout(config.block_size)
         layout.check_grid(grid)
+        _check_rooms(config, layout, grid)
         budget = config.pool_bytes or free_budget(loaded.model.facts.device)
         division = divide(budget, layout, max_sequences=config.max_sequences, grid=grid)
     except (LoadError, ValueError) as error:
         raise StartError(str(error)) from error
     fingerprint = _fingerprint(config, loaded, layout, grid)
     num_blocks, num_slots = division.num_blocks, division.num_slots
-    pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
+    try:
+        pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
+    except RuntimeError as error:
+        raise StartError(f"pool_bytes: {str(error).splitlines()[0]}") from error
     device = make_device(config, layout, division, grid=grid, fingerprint=fingerprint, compute=loaded.model.compute)
     profile = _numerics_profile(loaded.model.facts.dtype, loaded.model.facts.device)
     try:
         store = open_store(config, Identity(fingerprint, profile, layout))
     except StoreError as error:
         raise StartError(f"the disk tier: {error}") from error
-    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), compute=loaded.model.compute, store=store)
+    mover = ThreadMover(NUM_READERS)
+    try:
+        cache = make_cache(config, device, pools, mover, compute=loaded.model.compute, store=store)
+    except (OSError, RuntimeError) as error:
+        mover.close()
+        raise StartError(f"the tiers below the device: {str(error).splitlines()[0]}") from error
     engine = Engine(
         config=config,
         model=loaded.model,
@@ -118,6 +127,17 @@ def start(
         "%d blocks of %d bytes, %d slots of %d bytes", num_blocks, layout.block_bytes, num_slots, layout.slot_bytes
     )
     return engine, info
+
+
+def _check_rooms(config: EngineConfig, layout: StateLayout, grid: int) -> None:
+    """Raises ValueError for a tier that is asked for, and too small to hold anything."""
+    chunk_bytes = grid // layout.block_size * layout.block_bytes
+    for name, num_bytes, least, what in (
+        ("host_bytes", config.host_bytes, layout.block_bytes, "a block"),
+        ("spill_bytes", config.spill_bytes, chunk_bytes, "a grid chunk"),
+    ):
+        if num_bytes and num_bytes < least:
+            raise ValueError(f"{name} of {num_bytes} cannot hold {what} of {least} bytes; 0 is none")
 
 
 def _fix_numerics(config: EngineConfig) -> None:
