@@ -158,12 +158,16 @@ class DeviceTier:
         return self.tree.walk(root, self._block_tokens(token_ids, start, len(token_ids) // self.grid * self.grid))
 
     def hold_prefix(self, resources: Resources, match: Match) -> list[int]:
-        """Makes a sequence a holder of the matched blocks; returns their ids in order."""
+        """Makes a sequence a holder of the matched blocks, and of the state after them until it has copied that.
+
+        Returns: the blocks' ids in order.
+        """
         for node in match.nodes:
             self._hold_node(resources, node)
         if match.nodes:
             self.tree.use(match.nodes[-1])
-            self._settle_state(match.nodes[-1])
+            if match.checkpoint is not None:
+                self.hold_state(resources, match.nodes[-1])
         return [_block_of(node) for node in match.nodes]
 
     def take_blocks(self, resources: Resources, count: int) -> list[int]:
@@ -175,18 +179,10 @@ class DeviceTier:
             resources.hold("block", id_, lambda id_=id_: self.blocks.release(id_))
         return ids
 
-    def take_slot(self, resources: Resources, keep: Node | None = None) -> int:
-        """A slot with unknown contents. The caller has checked availability.
-
-        Args:
-            keep: a node whose checkpoint is about to be copied and must not be the one that makes room.
-        """
-        if keep is not None:
-            self.states.discard(keep)
+    def take_slot(self, resources: Resources) -> int:
+        """A slot with unknown contents. The caller has checked availability."""
         if self.slots.num_free == 0:
             self._evict_checkpoint()
-        if keep is not None:
-            self._settle_state(keep)
         (id_,) = self.slots.take(1)
         resources.hold("slot", id_, lambda: self.slots.release(id_))
         return id_
@@ -264,6 +260,10 @@ class DeviceTier:
         self.tree.hold_state(node)
         self.states.discard(node)
         resources.hold("checkpoint", node.key, lambda: self._release_state(node))
+
+    def state_was_read(self, resources: Resources, node: Node) -> None:
+        """Whoever held the node's checkpoint has copied it."""
+        resources.drop("checkpoint", node.key)
 
     def drop_cache(self) -> int:
         """Empties the device of every prefix that nothing holds; returns how many blocks that freed."""

@@ -79,6 +79,8 @@ class Index:
         self.path = directory / NAME
         self._files = files
         is_new = not self.path.exists()
+        self.path.touch(mode=0o600)
+        self.path.chmod(0o600)  # its tokens are the prompts: for its owner alone, also where an older one was not
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=64)
         try:
             with _plain_errors():

@@ -61,6 +61,11 @@ class Prefixes:
                 if node is not None:
                     self._pin(node, pin.expires_at)
 
+    @property
+    def can_pin(self) -> bool:
+        """There is a tier that pins bind: the device evicts what is pinned as well."""
+        return self.cache.host is not None or self.cache.disk is not None
+
     def is_prefix(self, node: Node) -> bool:
         """A prompt can resume after it, and it is worth a line of its own."""
         layout = self.cache.device.layout
@@ -122,10 +127,9 @@ class Prefixes:
             self.cache.disk.remember(self.cache.mover, lambda store: store.set_pin(pin))
 
     def unpin(self, node: Node) -> None:
-        """Takes the pin back, if there is one."""
-        if node not in self.pins:
-            return
-        self._release(node)
+        """Takes the pin back, if there is one; on disk one that damaged records took along, too: it would come back."""
+        if node in self.pins:
+            self._release(node)
         if self.cache.disk is not None:
             namespace, key = node.namespace, node.key
             self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))

@@ -192,8 +192,10 @@ class SpillReader:
             blocks = list(range(extent * per_chunk, (extent + 1) * per_chunk))
             try:
                 self.spill.read(blocks, part, stage.buffer[: part.num_bytes * per_chunk])
-            except SpillError as error:
-                stage.error = error
+            except (
+                Exception
+            ) as error:  # whatever it is: somebody may wait for this stage, and this thread is the only one
+                stage.error = error if isinstance(error, SpillError) else SpillError(f"read: {error!r}")
             with self._changed:
                 stage.ready.set()
                 if not stage.is_wanted:

@@ -234,6 +234,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
+        self.questions.close()
         self.runner.close()
         self.cache.close()
         self.grammars.close()
@@ -245,8 +246,7 @@ class Engine:
 
     def owners(self) -> list[Resources]:
         """Everyone who may hold something in some tier."""
-        sequences = [sequence.resources for sequence in self.scheduler.sequences()]
-        return sequences + self.scheduler.swapped() + self.cache.owners()
+        return [s.resources for s in self.scheduler.sequences()] + self.scheduler.swapped() + self.cache.owners()
 
     def astray(self) -> list[str]:
         """What nobody of them has, by name."""

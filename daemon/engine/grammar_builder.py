@@ -100,3 +100,6 @@ class GrammarBuilder:
                 grammar.built = Built(make_matcher(self._tokenizer, text), self._tokenizer.vocab_size)
             except (GrammarError, UnusableTokenizer) as error:
                 grammar.fault = str(error)
+            except BaseException:  # a panic of the library is no Exception; this thread is the only one that builds
+                log.exception("a grammar could not be built")
+                grammar.fault = "it cannot be built here"

@@ -12,6 +12,7 @@ from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Chunk, Runner
 from daemon.engine.scheduler import Scheduler
 from daemon.engine.sequence import Sequence, SequenceState
+from daemon.layers.steps import HostStageError
 from tiers.admission import checkpoint_positions
 from tiers.cache import TieredCache
 from tiers.history import PASSED_GAP_S
@@ -21,6 +22,8 @@ from tiers.pools import DevicePools
 from tiers.shadow import Visit
 from tiers.spill import SpillError
 from tiers.tuner import Tuner
+
+MAX_LOSSES = 3  # of blocks below the device, without a row more than before each
 
 log = logging.getLogger("downcore.engine")
 
@@ -58,6 +61,7 @@ class Prefill:
         elif match.nodes and self.pools.layout.slots:
             assert match.checkpoint is not None, "attention without state is a miss"
             self.pools.copy_slot(match.checkpoint, sequence.slot)
+            self.device.state_was_read(sequence.resources, match.nodes[-1])
         else:
             self.pools.clear_slot(sequence.slot)
         if request.admitted is None:
@@ -108,6 +112,8 @@ class Prefill:
         try:
             logits = self.runner.advance(chunk, self.slice_s)
         except SpillError as error:
+            if sequence.lost_blocks() > MAX_LOSSES:
+                raise HostStageError(f"its blocks below the device are lost again and again: {error}") from error
             log.warning("%s lost blocks below the device, and computes them again: %s", sequence.id, error)
             self.scheduler.preempt(sequence)
             return None

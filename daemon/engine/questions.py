@@ -40,6 +40,7 @@ from daemon.cache_messages import (
 from daemon.engine.kv_events import KvEvents
 from daemon.engine.rate import PrefillRate
 from daemon.engine.scrub import Scrubs
+from daemon.engine.warming import NOTHING_PINS
 from daemon.errors import ErrorReason
 from daemon.kv_messages import KvToFront, KvUnwatch, KvWatch
 from tiers.disk import RecordStore
@@ -84,6 +85,11 @@ class Questions:
     def is_awaited(self) -> bool:
         """Somebody waits for what the next poll brings."""
         return bool(self.flushes) or self.kv_events.is_due
+
+    def close(self) -> None:
+        """Nothing that is still open goes on; who asked learns it from the end of the engine."""
+        self.scrubs.close()
+        self.flushes.clear()
 
     def ask(self, question: Question, unix_s: float) -> None:
         """Answers now, or keeps the question open."""
@@ -220,6 +226,8 @@ class Questions:
 
     def _pin(self, question: PinPrefix, unix_s: float) -> PrefixAnswer:
         node = self._find(question.namespace, question.prefix)
+        if not self.prefixes.can_pin:
+            raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, NOTHING_PINS)
         refusal = self.pin_refusal(node)
         if refusal is not None:
             raise _RefusedError(ErrorReason.QUOTA_EXCEEDED, refusal)

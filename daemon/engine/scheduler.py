@@ -21,7 +21,6 @@ from daemon.meter_messages import Loaded
 from tiers.cache import TieredCache
 from tiers.match import Match
 from tiers.resources import Resources
-from tiers.tree import Node
 
 MAX_RESTORES = 2  # waited for by one request: what is evicted before it can be used twice is computed instead
 
@@ -314,13 +313,13 @@ class Scheduler:
         sequence.nodes = list(swapped.nodes)
         sequence.slot = returned.slot
         sequence.computed_len = swapped.computed_len
-        self._take_tails(sequence, tail, None)
+        self._take_tails(sequence, tail)
         return Admitted(sequence, None)
 
-    def _take_tails(self, sequence: Sequence, tail: int, keep: Node | None) -> None:
+    def _take_tails(self, sequence: Sequence, tail: int) -> None:
         for sibling in sequence.siblings:
             sibling.tail_blocks = self.device.take_blocks(sibling.resources, tail)
-            sibling.slot = self.device.take_slot(sibling.resources, keep)
+            sibling.slot = self.device.take_slot(sibling.resources)
 
     def _acquire(self, sequence: Sequence, now: float) -> Admitted | None:
         """All a waiting sequence and its siblings need to start, or None with nothing held.
@@ -354,13 +353,12 @@ class Scheduler:
             return Admitted(sequence, match)
         if verdict is not None and not verdict.is_load:
             self.cache.refused(match)
-        resumed_at = match.nodes[-1] if match.nodes else None
         sequence.block_table = device.hold_prefix(sequence.resources, match)
         sequence.nodes = list(match.nodes)
         sequence.block_table += device.take_blocks(sequence.resources, own)
-        sequence.slot = device.take_slot(sequence.resources, resumed_at)
+        sequence.slot = device.take_slot(sequence.resources)
         sequence.computed_len = match.resume_len
-        self._take_tails(sequence, tail, resumed_at)
+        self._take_tails(sequence, tail)
         return Admitted(sequence, match)
 
     def _acquire_streamed(self, sequence: Sequence, match: Match, now: float) -> Admitted | None:
@@ -378,8 +376,7 @@ class Scheduler:
         resumed = self.streaming.acquire(sequence, match)
         if resumed is None:
             return None
-        longest = min(request.max_len, len(sequence.token_ids) + self.growth_window)
-        self._take_tails(sequence, device.blocks_for(longest) - request.prompt_len // device.layout.block_size, None)
+        self._take_tails(sequence, self.streaming.sibling_blocks(sequence))
         return Admitted(sequence, resumed)
 
     def _has_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:

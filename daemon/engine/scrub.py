@@ -47,6 +47,10 @@ class Scrubs:
         """Nobody waits for it any more; the job under way is its last."""
         self._running.pop(query_id, None)
 
+    def close(self) -> None:
+        """The engine leaves: no job follows the ones under way."""
+        self._running.clear()
+
     def _go_on(self, scrub: Scrub, disk: DiskTier) -> None:
         part = scrub.places[scrub.done_records : scrub.done_records + RECORDS_A_JOB]
         flaws: list[Exception | None] = []

@@ -113,6 +113,9 @@ class Sequence:
     swapped: Swapped | None = None  # its state in the host tier, while it is preempted
     stream: Stream | None = None  # what it has below the device, where it is larger than that
 
+    num_losses: int = 0  # of blocks below the device, since it last came further than before
+    lost_at: int = 0  # the furthest that it was at a loss
+
     @property
     def id(self) -> str:
         return f"{self.request.id}/{self.index}"
@@ -134,6 +137,12 @@ class Sequence:
     def in_prompt(self) -> bool:
         """Its next rows are a chunk of the prompt."""
         return self.computed_len < self.request.prompt_len
+
+    def lost_blocks(self) -> int:
+        """What it has below the device cannot be read. Returns: how often that was so without progress."""
+        self.num_losses = 1 if self.computed_len > self.lost_at else self.num_losses + 1
+        self.lost_at = max(self.lost_at, self.computed_len)
+        return self.num_losses
 
     def forget(self) -> None:
         """Back to holding nothing on the device; the token ids stay, so that a replay can bring everything back."""

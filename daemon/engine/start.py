@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 import daemon.layers
+import daemon.models
+import daemon.weights
 import kernels
 from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
@@ -32,6 +34,11 @@ from tiers.pools import DevicePools
 from tiers.records import Identity
 
 CPU_GRID, GPU_GRID = 1024, 4096  # tokens
+CPU_INFO = Path("/proc/cpuinfo")
+PROCESSOR_FACTS = {
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+}
 FORMAT_VERSION = b"1"  # of images and keys: a change makes every older byte unreadable, on purpose
 
 log = logging.getLogger("downcore.engine")
@@ -58,20 +65,29 @@ def start(
         loaded = load_model(msgspec.structs.replace(config, grid=grid), progress)
         layout = loaded.model.layout(config.block_size)
         layout.check_grid(grid)
+        _check_rooms(config, layout, grid)
         budget = config.pool_bytes or free_budget(loaded.model.facts.device)
         division = divide(budget, layout, max_sequences=config.max_sequences, grid=grid)
     except (LoadError, ValueError) as error:
         raise StartError(str(error)) from error
     fingerprint = _fingerprint(config, loaded, layout, grid)
     num_blocks, num_slots = division.num_blocks, division.num_slots
-    pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
+    try:
+        pools = DevicePools(layout, num_blocks, num_slots, loaded.model.facts.device)
+    except RuntimeError as error:
+        raise StartError(f"pool_bytes: {str(error).splitlines()[0]}") from error
     device = make_device(config, layout, division, grid=grid, fingerprint=fingerprint, compute=loaded.model.compute)
     profile = _numerics_profile(loaded.model.facts.dtype, loaded.model.facts.device)
     try:
         store = open_store(config, Identity(fingerprint, profile, layout))
     except StoreError as error:
         raise StartError(f"the disk tier: {error}") from error
-    cache = make_cache(config, device, pools, ThreadMover(NUM_READERS), compute=loaded.model.compute, store=store)
+    mover = ThreadMover(NUM_READERS)
+    try:
+        cache = make_cache(config, device, pools, mover, compute=loaded.model.compute, store=store)
+    except (OSError, RuntimeError) as error:
+        mover.close()
+        raise StartError(f"the tiers below the device: {str(error).splitlines()[0]}") from error
     engine = Engine(
         config=config,
         model=loaded.model,
@@ -113,6 +129,17 @@ def start(
     return engine, info
 
 
+def _check_rooms(config: EngineConfig, layout: StateLayout, grid: int) -> None:
+    """Raises ValueError for a tier that is asked for, and too small to hold anything."""
+    chunk_bytes = grid // layout.block_size * layout.block_bytes
+    for name, num_bytes, least, what in (
+        ("host_bytes", config.host_bytes, layout.block_bytes, "a block"),
+        ("spill_bytes", config.spill_bytes, chunk_bytes, "a grid chunk"),
+    ):
+        if num_bytes and num_bytes < least:
+            raise ValueError(f"{name} of {num_bytes} cannot hold {what} of {least} bytes; 0 is none")
+
+
 def _fix_numerics(config: EngineConfig) -> None:
     """Threads and precision flags, fixed before the first operation: bytes depend on them."""
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
@@ -145,16 +172,27 @@ def _fingerprint(config: EngineConfig, loaded: LoadedModel, layout: StateLayout,
     )
 
 
+def _processor(info: Path) -> str:
+    """What libraries choose their code by: not the instruction set alone, but the very model and its extensions."""
+    try:
+        lines = info.read_text().partition("\n\n")[0].splitlines()  # of the first core
+    except OSError:
+        lines = []
+    told = (line.partition(":") for line in lines)
+    facts = [f"{key.strip()}={value.strip()}" for key, _, value in told if key.strip() in PROCESSOR_FACTS]
+    return "\n".join((platform.machine(), *facts))
+
+
 def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
     """Would another machine compute the same bytes? Two that agree here would."""
     sources = hashlib.blake2b(digest_size=32)
-    for package in (kernels, daemon.layers):
+    for package in (kernels, daemon.layers, daemon.models, daemon.weights):
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             sources.update(path.name.encode() + b"\0" + path.read_bytes())
     is_gpu = device.type == "cuda"
     return state_fingerprint(
         {
-            "device": (torch.cuda.get_device_name(device) if is_gpu else platform.machine()).encode(),
+            "device": (torch.cuda.get_device_name(device) if is_gpu else _processor(CPU_INFO)).encode(),
             "dtype": str(dtype).encode(),
             "forms": choose_kernels(device, dtype).name.encode(),
             "instructions": torch.backends.cpu.get_cpu_capability().encode(),

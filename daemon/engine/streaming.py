@@ -88,22 +88,23 @@ class Streaming:
     def acquire(self, sequence: Sequence, match: Match) -> Match | None:
         """Takes what a streamed sequence holds from the start, and attaches what is known of its prompt where it lies.
 
-        Returns what it resumes from, or None with nothing held. Siblings' tails and slots are the caller's.
+        Returns what it resumes from, or None with nothing held. Siblings' tails and slots are the caller's to take: for
+        each of them as many blocks as `sibling_blocks` says are left.
         """
         request, device = sequence.request, self.device
         match = self._attachable(match)
         known = list(match.nodes)
         total = device.blocks_for(min(request.max_len, len(sequence.token_ids) + self.growth_window))
         tail = min(TAIL_CHUNKS * self.chunk_blocks, total - len(known))
-        siblings = len(sequence.siblings) * (device.blocks_for(request.max_len) - request.prompt_len // self._size)
+        siblings = len(sequence.siblings) * self.sibling_blocks(sequence)
         available = device.num_available_blocks - sum(node.is_cached for node in known)
         need = device.blocks_for(request.max_len) * (1 + len(sequence.siblings))
         room = self.residency.most_blocks - sum(self._reserved.values())
-        if tail + min(siblings, len(sequence.siblings) * (self.chunk_blocks + 1)) > available or need > room:
+        if tail + siblings > available or need > room:
             return None
         resident = 0
         if all(node.block_id is not None for node in known):
-            spare = int(self.share * (available - tail)) // self.chunk_blocks * self.chunk_blocks
+            spare = int(self.share * (available - tail - siblings)) // self.chunk_blocks * self.chunk_blocks
             resident = max(0, min(spare, (total - len(known) - tail) // self.chunk_blocks * self.chunk_blocks))
         stream = Stream(len(known) + resident)
         sequence.stream = stream
@@ -113,7 +114,9 @@ class Streaming:
             sequence.block_table.append(self._attach(sequence, stream, node))
         sequence.nodes = known
         sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
-        sequence.slot = device.take_slot(sequence.resources, known[-1] if known and known[-1].checkpoint else None)
+        if known and known[-1].checkpoint is not None:
+            device.hold_state(sequence.resources, known[-1])
+        sequence.slot = device.take_slot(sequence.resources)
         sequence.computed_len = match.resume_len
         if device.layout.slots and known and known[-1].checkpoint is None:
             self.residency.load_state(known[-1], sequence.slot)
@@ -121,6 +124,12 @@ class Streaming:
         if request.admitted is None:
             request.restored_host += len(stream.below) * self._size
         return match
+
+    def sibling_blocks(self, sequence: Sequence) -> int:
+        """Blocks that each choice beside the first needs of its own at the fork; `settle` gives it more as it grows."""
+        request = sequence.request
+        longest = min(request.max_len, request.prompt_len + self.growth_window)
+        return min(self.device.blocks_for(longest) - request.prompt_len // self._size, self.chunk_blocks + 1)
 
     def settle(self, running: list[Sequence], in_flight: Sequence | None) -> None:
         """Takes in what has moved, and begins what is to move, of all but the one whose forward is in flight."""

@@ -17,6 +17,7 @@ from tiers.prefixes import Prefixes
 from tiers.tree import Node
 
 WRITE_TIMEOUT_S = 120.0  # for a tier to take a computed prefix
+NOTHING_PINS = "a pin binds what is in the host tier or on disk, and this daemon has neither"
 NO_TOKEN = (0).to_bytes(4, "little")  # of the row past the prefix, whose state and logits nobody reads
 
 
@@ -68,6 +69,8 @@ class Warming:
         has = {TierName.DEVICE: True, TierName.HOST: self.cache.host, TierName.DISK: self.cache.disk}
         if not has[warm.tier]:
             return Rejected(warm.request_id, ErrorReason.TIER_UNAVAILABLE, f"there is no {warm.tier} tier")
+        if warm.pin and not self.prefixes.can_pin:
+            return Rejected(warm.request_id, ErrorReason.TIER_UNAVAILABLE, NOTHING_PINS)
         return None
 
     def progressed(self, sequence: Sequence) -> None:

@@ -42,7 +42,12 @@ class Child:
             )
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:  # for want of a descriptor: nobody would ever end it
+            self._popen.kill()
+            self._popen.wait()
+            raise
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     @property

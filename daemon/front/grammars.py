@@ -99,6 +99,8 @@ class Grammars:
         except WorkerDied:
             text = "is nested too deeply, or needs too much memory"
             raise RequestError(ErrorReason.INVALID_ARGUMENT, text, field=field) from None
+        except WorkersFailed as error:
+            raise RequestError(ErrorReason.INTERNAL, str(error)) from None
         assert isinstance(reply, gm.Checked | gm.Failed)
         return reply
 
@@ -106,7 +108,7 @@ class Grammars:
         if self._pool is None:
             self._pool = self._make_pool(eos_token_ids)
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._pool.start(gm.Hello()))
+            self._starting = asyncio.ensure_future(_start(self._pool))
         try:
             reply = await asyncio.shield(self._starting)
         except WorkersFailed as error:
@@ -142,6 +144,14 @@ class Grammars:
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= _size(oldest)
+
+
+async def _start(pool: Pool) -> gm.Reply:
+    """The first worker's reply; where that has no use for this model, there are no workers after it."""
+    reply = await pool.start(gm.Hello())
+    if isinstance(reply, gm.Failed):
+        await pool.stop()  # else they would be started again and again
+    return reply
 
 
 def _texts(structured: pb.StructuredOutput) -> tuple[str, ...]:

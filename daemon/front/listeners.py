@@ -7,6 +7,7 @@ address for administration AdminService is there and nowhere else; health and re
 import asyncio
 import logging
 import os
+import resource
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ MAX_REQUEST_BYTES = 16 << 20
 MAX_RESPONSE_BYTES = 128 << 20  # Tokenize of the largest prompt
 MAX_METADATA_BYTES = 8 << 10
 SPARE_CALLS = 512  # besides Generate: health, admin, reflection
+SPARE_FILES = 256  # descriptors for the engine, workers, scrapes and files, whoever connects
+LEAST_CONNECTIONS = 64
 MAX_CONNECTION_AGE_S = 3600  # then a client is asked to connect anew: no old certificate lives on in a connection
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -108,7 +111,9 @@ class Listeners:
     async def _serve(self, address: Address, servicers: Mapping[str, object]) -> str:
         methods = {path: served for name, one in servicers.items() for path, served in methods_of(name, one).items()}
         num_calls = self._config.max_open_requests + SPARE_CALLS
-        options = OPTIONS if self._tls is None else (*OPTIONS, AGE_OPTION)
+        most = most_connections(num_calls, len(self._addresses))
+        options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most))
+        options = options if self._tls is None else (*options, AGE_OPTION)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=num_calls)
         guard = Guard(methods, self._door(address), self.uses, self.refused, self.failed)
         server.add_generic_rpc_handlers((guard,))
@@ -180,6 +185,17 @@ class Listeners:
         is_local = self.directory is None or (address.claim is not None and not self._config.local_needs_token)
         has_ca = self._tls is not None and self._tls.files.client_ca is not None
         return Door(self.directory, local if is_local else None, sees_certificates=has_ca and address.claim is None)
+
+
+def most_connections(num_calls: int, num_listeners: int) -> int:
+    """What each listener takes at a time: one for each call, and no more than there are descriptors to share.
+
+    One that is over is closed at once, before anything is read from it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return num_calls
+    return max(min(num_calls, (soft - SPARE_FILES) // num_listeners), LEAST_CONNECTIONS)
 
 
 def _directory(path: str | None) -> Watched[Directory] | None:

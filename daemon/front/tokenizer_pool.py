@@ -78,6 +78,8 @@ class TokenizerPool:
             raise RequestError(ErrorReason.TOKENIZER_TIMEOUT, text, field=field) from None
         except WorkerDied:
             raise RequestError(ErrorReason.INTERNAL, "the tokenizer died on this prompt", field=field) from None
+        except WorkersFailed as error:
+            raise RequestError(ErrorReason.INTERNAL, str(error)) from None
         if isinstance(reply, tm.Failed):
             reason = ErrorReason.TOO_LARGE if reply.too_large else ErrorReason.INVALID_ARGUMENT
             raise RequestError(reason, reply.message, field=field)

@@ -92,7 +92,8 @@ class WarmJob:
         """Ends it, and what drives it."""
         self.end(error)
         if self.task is not None:
-            self.task.cancel()
+            # Not before its first step: a task that never began would not clean up either.
+            self.task.get_loop().call_soon(self.task.cancel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Worker processes: a few, one question at a time each, killed and replaced where one takes too long.
 
 What must hold: a question ends within its time, whatever it does to its worker; one that hangs or kills its worker
-fails alone; the queue before the workers is bounded.
+fails alone; the queue before the workers is bounded; while no worker starts, who asks is told so.
 """
 
 import asyncio
@@ -85,6 +85,7 @@ class WorkerPool(Generic[Q, R]):
         self._jobs: asyncio.Queue[_Job[Q, R]] = asyncio.Queue(limits.queue_size)
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
+        self._ready: set[_Worker] = set()  # of them, those that have answered
         self.kills = 0  # workers that had to be killed
 
     @property
@@ -98,13 +99,17 @@ class WorkerPool(Generic[Q, R]):
         Raises:
             WorkersFailed: the first one does not answer, or cannot work.
         """
-        worker = await self._spawn()
+        worker: _Worker | None = None
         try:
+            worker = await self._spawn()
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await self._ask(worker, first)
-        except (TimeoutError, WorkerDied):
-            await self._kill(worker)
-            raise WorkersFailed(f"the {self._kind.name} worker does not start") from None
+        except (TimeoutError, WorkerDied, OSError) as error:
+            if worker is not None:
+                await self._kill(worker)
+            log.error("%s worker does not start: %s", self._kind.name, error)
+            raise self._no_worker() from None
+        self._ready.add(worker)
         self._tasks = [asyncio.create_task(self._work(worker))]
         self._tasks += [asyncio.create_task(self._work(None)) for _ in range(1, self._limits.num_workers)]
         return reply
@@ -113,7 +118,7 @@ class WorkerPool(Generic[Q, R]):
         """The reply to one question.
 
         Raises:
-            PoolFull, WorkerTimeout, WorkerDied: there is none.
+            PoolFull, WorkerTimeout, WorkerDied, WorkersFailed: there is none.
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         try:
@@ -160,22 +165,42 @@ class WorkerPool(Generic[Q, R]):
 
     async def _ready_worker(self) -> _Worker:
         while True:
-            worker = await self._spawn()
+            worker: _Worker | None = None
             try:
+                worker = await self._spawn()
                 async with asyncio.timeout(START_TIMEOUT_S):
                     reply = await self._ask(worker, self._kind.hello)
                 if self._kind.is_ready(reply):
+                    self._ready.add(worker)
                     return worker
                 log.error("%s worker refused to start: %s", self._kind.name, reply)
-            except (TimeoutError, WorkerDied) as error:
+            except (TimeoutError, WorkerDied, OSError) as error:
                 log.error("%s worker died at its start: %s", self._kind.name, error)
-            await self._kill(worker)
+            if worker is not None:
+                await self._kill(worker)
+            if not self._ready:
+                self._fail_waiting()
             await asyncio.sleep(RESPAWN_DELAY_S)
 
+    def _fail_waiting(self) -> None:
+        """No worker is there and none starts: nobody should wait for one."""
+        while not self._jobs.empty():
+            job = self._jobs.get_nowait()
+            if not job.reply.done():
+                job.reply.set_exception(self._no_worker())
+
+    def _no_worker(self) -> WorkersFailed:
+        return WorkersFailed(f"the {self._kind.name} worker does not start")
+
     async def _spawn(self) -> _Worker:
+        """Raises OSError: it cannot be started."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = Child(self._kind.command, stdio=theirs)
+        try:
+            with theirs:
+                process = Child(self._kind.command, stdio=theirs)
+        except OSError:
+            ours.close()
+            raise
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = _Worker(process, reader, writer)
         self._workers.add(worker)
@@ -186,6 +211,7 @@ class WorkerPool(Generic[Q, R]):
         worker.writer.close()
         await worker.process.wait()
         self._workers.discard(worker)
+        self._ready.discard(worker)
 
     async def _ask(self, worker: _Worker, question: Q) -> R:
         try:

@@ -43,7 +43,7 @@ class ManualMover:
 
     def __init__(self, slow: random.Random | None = None) -> None:
         self.slow = slow
-        self.is_stalled = False
+        self.is_stalled = self.is_closed = False
         self.waiting: list[Job] = []
         self.ended: list[tuple[Job, Exception | None]] = []
 
@@ -52,6 +52,7 @@ class ManualMover:
         return len(self.waiting) + len(self.ended)
 
     def submit(self, job: Job) -> None:
+        assert not self.is_closed
         self.waiting.append(job)
 
     def fileno(self) -> int:
@@ -77,7 +78,7 @@ class ManualMover:
             job.done(error)
 
     def close(self) -> None:
-        self.is_stalled, self.slow = False, None
+        self.is_stalled, self.slow, self.is_closed = False, None, True
         self.poll()
 
 

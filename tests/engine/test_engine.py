@@ -62,6 +62,21 @@ def test_a_branch_off_a_known_path_leaves_a_checkpoint_for_the_third_request() -
     assert harness.usage["c"].cached_device == 3 * GRID
 
 
+def test_a_state_that_one_is_about_to_resume_from_makes_no_room_for_who_is_admitted_with_it() -> None:
+    harness = Harness(num_slots=5)  # three for sequences and checkpoints
+    prompt = prompt_of(GRID + 3)
+    harness.submit("cold", prompt, 2, ignore_eos=True)
+    harness.run()
+    assert (harness.device.tree.num_checkpoints, harness.device.slots.num_free) == (1, 2)
+    for name, asked in (("hit", prompt), ("b", prompt_of(5, 7)), ("c", prompt_of(5, 8))):
+        harness.submit(name, asked, 4, ignore_eos=True)
+    harness.run()
+    assert harness.usage["hit"].cached_device == GRID
+    assert harness.tokens[("hit", 0)] == Oracle(INVENTED, BLOCK).answer(prompt, 4, stop_at_eos=False)
+    assert len(harness.tokens[("c", 0)]) == 4
+    harness.assert_idle_books()
+
+
 def test_namespaces_never_share() -> None:
     harness = Harness()
     for namespace in ("one", "two", "one"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from daemon.engine.grammar_builder import MAX_KEPT, GrammarBuilder
 from daemon.errors import ErrorReason
@@ -250,6 +250,25 @@ def test_a_model_without_a_tokenizer_answers_everyone_else(model: Model) -> None
     harness.run()
     assert "no tokenizer.json" in harness.rejected["bound"].message
     assert len(harness.tokens[("free", 0)]) == 8
+    harness.assert_idle_books()
+
+
+def test_a_build_that_fails_otherwise_than_grammars_do_ends_its_own_request_alone(model: Model, folder: str) -> None:
+    harness = harness_of(model, folder)
+    loads = iter((RuntimeError("out of memory"), None))
+
+    def load() -> LLTokenizer:
+        error = next(loads)
+        if error is not None:
+            raise error
+        return load_tokenizer(Path(folder), (EOS,))
+
+    harness.engine.grammars._load = load
+    harness.submit("first", PROMPT, 8, grammar=regex("a{9}"))
+    harness.submit("second", PROMPT, 8, grammar=regex("b{9}"))
+    harness.run()
+    assert harness.rejected["first"].reason is ErrorReason.TOO_LARGE
+    assert len(harness.tokens[("second", 0)]) == 8
     harness.assert_idle_books()
 
 

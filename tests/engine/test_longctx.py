@@ -100,6 +100,19 @@ def test_choices_of_a_sequence_larger_than_the_device_share_what_is_below(tmp_pa
     harness.assert_idle_books()
 
 
+@pytest.mark.parametrize(("share", "window"), [(1.0, GRID), (0.5, 3 * GRID)])
+def test_what_stays_resident_leaves_each_choice_its_blocks(share: float, window: int, tmp_path: Path) -> None:
+    more = {"stream_share": share, "growth_window": window}
+    harness = small(400, tmp_path, num_blocks=24, num_slots=24, **more)
+    prompt = prompt_of(LONG + 3, 5)
+    harness.submit("r", prompt, 4 * GRID, n=4, temperature=1.0, seed=7, ignore_eos=True)
+    harness.run()
+    for choice in range(4):
+        answer = ORACLE.answer(prompt, 4 * GRID, seed=7 + choice, temperature=1.0, stop_at_eos=False)
+        assert harness.tokens[("r", choice)] == answer
+    harness.assert_idle_books()
+
+
 def test_a_prompt_that_went_below_is_a_prefix_for_the_next(tmp_path: Path) -> None:
     harness = small(200)
     prompt = prompt_of(LONG + 3, 5)
@@ -260,6 +273,25 @@ def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
     assert harness.tokens[("r", 0)][: len(sent)] == sent
     assert harness.tokens[("r", 0)] == ORACLE.answer(prompt, 3 * GRID, stop_at_eos=False)
     assert not harness.rejected
+    harness.assert_idle_books()
+
+
+def test_a_disk_that_never_reads_again_ends_that_sequence_alone_after_a_few_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = small(0, tmp_path, num_blocks=16)
+    spill = harness.engine.cache.residency.spill if harness.engine.cache.residency is not None else None
+    assert spill is not None
+
+    def gone(blocks: object, part: object, out: object) -> None:
+        raise SpillError("read: the disk is gone")
+
+    monkeypatch.setattr(spill, "read", gone)
+    harness.submit("giant", prompt_of(LONG, 1), 4)
+    harness.submit("small", prompt_of(5, 2), 3, ignore_eos=True)
+    harness.run(limit=2000)
+    assert harness.rejected["giant"].reason is ErrorReason.INTERNAL
+    assert harness.tokens[("small", 0)] == ORACLE.answer(prompt_of(5, 2), 3, stop_at_eos=False)
     harness.assert_idle_books()
 
 

@@ -189,7 +189,9 @@ def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
     while node.parent is not None:
         harness.step()
     assert all(each.parent is not None for each in above), "nothing is left above it"
+    harness.run()
+    assert (harness.device.tree.num_pinned, len(store.pinned)) == (0, 1)
     prefixes.unpin(node)
     harness.run()
-    assert harness.device.tree.num_pinned == 0
+    assert not store.pinned, "at the next start it would be pinned again"
     harness.assert_idle_books()

@@ -3,7 +3,7 @@
 import random
 from array import array
 
-from daemon.cache_messages import SetQuota, TierName, Warm, WarmDone
+from daemon.cache_messages import PinPrefix, Refused, Selector, SetQuota, TierName, Warm, WarmDone
 from daemon.errors import ErrorReason
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
@@ -91,6 +91,19 @@ def test_an_answer_is_not_refused_because_warming_fills_the_queue() -> None:
     run(harness)
     assert len(harness.tokens[("answer", 0)]) == 2
     assert warmed(harness) == {"w0", "w1"}
+    harness.assert_idle_books()
+
+
+def test_a_pin_that_no_tier_would_hold_is_refused() -> None:
+    harness, prompt = Harness(), prompt_of(2 * GRID + 1, 1)
+    warm(harness, "w", prompt, pin=True)
+    assert harness.rejected["w"].reason is ErrorReason.TIER_UNAVAILABLE
+    warm(harness, "unpinned", prompt)
+    run(harness)
+    harness.engine.handle(PinPrefix(1, "", Selector(prompt_ids=array("i", prompt).tobytes())))
+    (refused,) = (told for told in harness.other if isinstance(told, Refused))
+    assert refused.reason is ErrorReason.TIER_UNAVAILABLE
+    assert not harness.engine.prefixes.pins
     harness.assert_idle_books()
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from daemon.cache_messages import TierName
+from daemon.cache_messages import TierName, Verify, VerifyProgress
 from daemon.engine.leaving import write_down
+from daemon.engine.scrub import RECORDS_A_JOB
 from daemon.engine.watch import BULK_FRACTION, BULK_S, TierWatch
 from daemon.messages import TierEvent, TierEventKind
 from tests.engine.harness import GRID, Harness
@@ -148,3 +149,15 @@ def test_a_disk_that_takes_nothing_is_not_waited_for() -> None:
     store.takes_writes = False
     write_down(harness.engine, lambda: pytest.fail("nobody waits"))
     harness.engine.close()
+
+
+def test_an_engine_leaves_while_its_disk_is_being_verified() -> None:
+    harness = Harness(store=MemoryStore())
+    for salt in range(3):
+        harness.submit(f"r{salt}", prompt(salt))
+        harness.run()
+    assert harness.disk.num_records > RECORDS_A_JOB
+    harness.engine.handle(Verify(1, TierName.DISK))
+    harness.mover.run_next()  # the first records are read, and nobody has been told yet
+    harness.engine.close()
+    assert not any(isinstance(told, VerifyProgress) for told in harness.other)

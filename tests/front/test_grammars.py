@@ -12,7 +12,7 @@ from downcore.v1 import generation_pb2 as pb
 
 from daemon.config import EngineConfig
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import grammars
+from daemon.front import grammars, worker_pool
 from daemon.front.config import FrontConfig
 from daemon.front.grammars import Grammars
 from tests.front.harness import Front, details_of, eventually, running_front, text_of, write_model_folder
@@ -153,3 +153,18 @@ def test_a_tokenizer_that_grammars_cannot_use_is_said_and_nothing_else_fails(tmp
         assert error.reason is ErrorReason.INVALID_ARGUMENT
         assert error.field == "structured_output"
         assert str(tmp_path) not in error.message
+
+
+def test_workers_that_have_no_use_for_this_model_are_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    async def run() -> None:
+        known = Grammars(FrontConfig(engine=EngineConfig(str(tmp_path)), grammar_workers=3))
+        with pytest.raises(RequestError):
+            await known.check(SOUND, "one", (0,))
+        assert known.pids == ()
+        await asyncio.sleep(2 * worker_pool.RESPAWN_DELAY_S)
+        assert known.pids == ()
+        await known.stop()
+
+    asyncio.run(run())

@@ -1,6 +1,7 @@
 """What a caller may have open, and what becomes of it when its credential goes: limits, expiry, files read again."""
 
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -15,6 +16,7 @@ import pytest
 from cryptography import x509
 from downcore.v1 import admin_pb2
 
+from daemon.front import listeners
 from tests.front.harness import Front, details_of, eventually, running_front
 from tests.front.pki import Authority
 from tests.front.secured import (
@@ -215,6 +217,41 @@ def _works(call: Any) -> bool:
     except grpc.RpcError:
         return False
     return True
+
+
+def test_connections_are_bounded_and_leave_descriptors_for_everything_else(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = listeners.SPARE_FILES + listeners.LEAST_CONNECTIONS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        front = Front(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    opened: list[socket.socket] = []
+    try:
+        front.info()  # over a connection that is there before them
+        while sum(map(is_open, opened)) == len(opened) <= listeners.LEAST_CONNECTIONS:
+            opened.append(socket.socket(socket.AF_UNIX))
+            opened[-1].connect(str(front.socket))
+        assert len(opened) == listeners.LEAST_CONNECTIONS
+        front.info()
+        for one in opened:
+            one.close()
+        with front.new_channel() as channel:
+            grpc.channel_ready_future(channel).result(timeout=10)
+    finally:
+        for one in opened:
+            one.close()
+        assert front.close() == 0
+
+
+def is_open(one: socket.socket) -> bool:
+    """The server has sent its settings, and not closed the connection."""
+    one.settimeout(5)
+    try:
+        return bool(one.recv(1, socket.MSG_PEEK))
+    except ConnectionError:
+        return False
 
 
 def test_refused_calls_are_counted_in_the_log_and_do_not_fill_it(tmp_path: Path) -> None:

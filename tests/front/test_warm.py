@@ -67,6 +67,26 @@ def test_a_key_that_is_running_or_remembered_takes_no_other_content() -> None:
     run(body())
 
 
+def test_a_job_that_ends_before_its_task_has_begun_leaves_the_table() -> None:
+    async def body() -> None:
+        jobs = WarmJobs()
+        job = jobs.open("a", "default", b"", is_detached=False)
+
+        async def carry_out() -> None:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                jobs.close(job, keep_until_s=None)
+
+        job.task = asyncio.create_task(carry_out())
+        job.cancel(ERROR)  # as an operator may, in the same turn of the loop
+        await asyncio.wait((job.task,), timeout=10)
+        assert job.task.done()
+        assert len(jobs) == 0
+
+    run(body())
+
+
 def test_fresh_keys_are_no_others() -> None:
     async def body() -> None:
         jobs = WarmJobs()

@@ -168,11 +168,17 @@ def test_the_least_recently_used_leaf_goes_first_and_held_ones_stay() -> None:
 def test_a_checkpoint_about_to_be_copied_never_makes_room_for_its_own_reader() -> None:
     device, owner = tier(RECURRENT, num_slots=3), Resources("a")
     compute(device, owner, list(range(8)), checkpoints=(8,))
-    node = device.lookup([*range(8), 0], "").nodes[-1]
-    device.take_slot(Resources("b"), keep=node)
+    match = device.lookup([*range(8), 0], "")
+    reader = Resources("b")
+    device.hold_prefix(reader, match)
+    device.take_slot(reader)
+    assert device.num_available_slots == 0
     with pytest.raises(AssertionError):
-        device.take_slot(Resources("c"), keep=node)
-    assert node.checkpoint is not None
+        device.take_slot(Resources("c"))
+    assert match.checkpoint is not None
+    device.state_was_read(reader, match.nodes[-1])
+    device.take_slot(Resources("c"))
+    assert match.checkpoint is None
 
 
 class Tree(RuleBasedStateMachine):

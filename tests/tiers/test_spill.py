@@ -2,13 +2,13 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.campaigns.budget import seeds
-from tiers.layout import Plane, StateLayout
+from tiers.layout import Part, Plane, StateLayout
 from tiers.resources import Resources
 from tiers.spill import Spill, SpillError
 from tiers.spill_reader import SpillReader
@@ -161,6 +161,32 @@ def test_a_read_ahead_that_failed_fails_whoever_wants_it_and_nobody_else(spill: 
         out = bytearray(part.num_bytes * CHUNK)
         reader.fill(memoryview(out), part, [3, 4, 5])
         assert bytes(out) == expected(images, part.name, [3, 4, 5])
+    reader.close()
+
+
+def test_the_thread_that_reads_ahead_outlives_whatever_a_read_raises(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = fill(spill, random.Random(5), Resources("r"))
+    part = LAYOUT.block_parts[0]
+    reader = SpillReader(spill, num_stages=1, cache_bytes=0)
+    errors, read_part = [MemoryError("none left")], spill.read
+
+    def failing(blocks: Sequence[int], part: Part, out: memoryview) -> None:
+        if errors:
+            raise errors.pop()
+        read_part(blocks, part, out)
+
+    monkeypatch.setattr(spill, "read", failing)
+    reader.announce([(part, 0), (part, 1)])
+    while not reader.num_staged:  # it has begun
+        pass
+    with pytest.raises(SpillError, match="none left"):
+        reader.fill(memoryview(bytearray(part.num_bytes * CHUNK)), part, [0, 1, 2])
+    out = bytearray(part.num_bytes * CHUNK)
+    reader.fill(memoryview(out), part, [3, 4, 5])
+    assert bytes(out) == expected(images, part.name, [3, 4, 5])
+    assert reader.counts.staged + reader.counts.direct == 1
     reader.close()
 
 

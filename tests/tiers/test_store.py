@@ -478,3 +478,18 @@ def test_flaws_name_their_cause(tmp_path: Path) -> None:
         assert answer.flaw is flaw
     assert store.quota_bytes == QUOTA_BYTES
     store.close()
+
+
+def test_no_other_user_may_read_a_file_of_it_whatever_its_directory_lets_them(tmp_path: Path) -> None:
+    directory = tmp_path / "disk"
+    directory.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        store = open_store(directory)
+        store.write([item.pair for item in chain(3)])  # the index has the tokens, which are the prompts
+        modes = {path.name: path.stat().st_mode & 0o077 for path in directory.rglob("*") if path.is_file()}
+        store.close()
+    finally:
+        os.umask(before)
+    assert len(modes) >= 4
+    assert set(modes.values()) == {0}, modes

@@ -111,7 +111,8 @@ class CacheServiceServicer:
 
     def PinPrefix(self, request, context):
         """PinPrefix keeps a prefix, and all that it continues, from eviction, within the namespace's quota of pinned bytes.
-        A prefix has one pin: pinning it again only replaces the pin's time to live.
+        A prefix has one pin: pinning it again only replaces the pin's time to live. It binds what is in the host tier or on
+        disk: a daemon that has neither refuses it (FAILED_PRECONDITION, TIER_UNAVAILABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,85 @@
+"""Workers that cannot be started: who asks is told, and is served again as soon as they can."""
+
+import asyncio
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemon.front import worker_pool
+from daemon.front.worker_pool import PoolLimits, WorkerDied, WorkerKind, WorkerPool, WorkersFailed
+from daemon.messages import HEADER
+
+ECHO = f"""#!{sys.executable} -SE
+import os, struct
+while len(header := os.read(0, {HEADER.size})) == {HEADER.size}:
+    size = struct.unpack({HEADER.format!r}, header)[0]
+    body = os.read(0, size)
+    if body == b"die":
+        os._exit(1)
+    os.write(1, header + body)
+"""
+DIES = "#!/bin/false\n"
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(stat.S_IRWXU)
+
+
+def pool_of(program: Path, num_workers: int = 1) -> WorkerPool[bytes, bytes]:
+    kind: WorkerKind[bytes, bytes] = WorkerKind(
+        name="echo",
+        command=(str(program),),
+        frame=lambda body: HEADER.pack(len(body)) + body,
+        decode=bytes,
+        max_reply_bytes=100,
+        hello=b"hello",
+        is_ready=lambda reply: reply == b"hello",
+    )
+    return WorkerPool(kind, PoolLimits(num_workers, 8, 5.0))
+
+
+@pytest.mark.parametrize("fault", ["gone", "dies"])
+def test_while_no_worker_starts_who_asks_is_told_and_later_served(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "RESPAWN_DELAY_S", 0.01)
+    program = tmp_path / "echo"
+
+    async def go() -> None:
+        write_program(program, ECHO)
+        pool = pool_of(program)
+        assert await pool.start(b"first") == b"first"
+        program.unlink()
+        if fault == "dies":
+            write_program(program, DIES)
+        with pytest.raises(WorkerDied):
+            await pool.ask(b"die")
+        async with asyncio.timeout(10.0):
+            with pytest.raises(WorkersFailed):
+                await pool.ask(b"anyone")
+        write_program(tmp_path / "new", ECHO)
+        (tmp_path / "new").rename(program)
+        async with asyncio.timeout(10.0):
+            while True:
+                try:
+                    assert await pool.ask(b"again") == b"again"
+                    break
+                except WorkersFailed:  # the last of those that could not start
+                    await asyncio.sleep(0.01)
+        await pool.stop()
+        assert pool.pids == ()
+
+    asyncio.run(go())
+
+
+def test_a_program_that_is_not_there_fails_the_start(tmp_path: Path) -> None:
+    async def go() -> None:
+        pool = pool_of(tmp_path / "nothing")
+        with pytest.raises(WorkersFailed):
+            await pool.start(b"first")
+        assert pool.pids == ()
+
+    asyncio.run(go())
