@@ -3,7 +3,8 @@
     y_t = act(bias + sum over j < K of weight[j] x_(t - K + 1 + j))
 
 The tail is the last K - 1 inputs, oldest first, channels innermost: [K - 1, channels], in the activations' dtype,
-zeros before the first row. Sums are fp32. Every form returns the outputs and the outgoing tail.
+zeros before the first row. Sums are fp32, and round to `sum_dtype` before `act`. Every form returns the outputs and the
+outgoing tail.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ class ConvWeights:
     taps: torch.Tensor  # [K, channels] fp32
     bias: torch.Tensor | None  # [channels] fp32
     silu: bool
+    sum_dtype: torch.dtype | None = None  # that a sum rounds to before its activation; None: the input's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def causal_conv_chunk(x: torch.Tensor, tail: torch.Tensor, weights: ConvWeights)
     out = wide[:num_rows] * weights.taps[0]
     for j in range(1, num_taps):
         out.addcmul_(wide[j : j + num_rows], weights.taps[j])
-    return ConvResult(_finish(out, weights).to(x.dtype), padded[num_rows:].clone())
+    return ConvResult(_finish(out, weights, x.dtype), padded[num_rows:].clone())
 
 
 def causal_conv_step(x: torch.Tensor, tails: torch.Tensor, weights: ConvWeights) -> ConvResult:
@@ -68,7 +70,7 @@ def causal_conv_step(x: torch.Tensor, tails: torch.Tensor, weights: ConvWeights)
     _check(x, tails, weights)
     window = torch.cat((tails, x[:, None]), dim=1)  # [rows, K, channels]
     out = (window.float() * weights.taps).sum(1)
-    return ConvResult(_finish(out, weights).to(x.dtype), window[:, 1:].contiguous())
+    return ConvResult(_finish(out, weights, x.dtype), window[:, 1:].contiguous())
 
 
 def causal_conv_tails(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -78,10 +80,11 @@ def causal_conv_tails(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     return padded.unfold(0, tail.shape[0], 1)[1:].transpose(1, 2).contiguous()
 
 
-def _finish(out: torch.Tensor, weights: ConvWeights) -> torch.Tensor:
+def _finish(out: torch.Tensor, weights: ConvWeights, dtype: torch.dtype) -> torch.Tensor:
     if weights.bias is not None:
         out += weights.bias
-    return torch.nn.functional.silu(out, inplace=True) if weights.silu else out
+    rounded = out.to(weights.sum_dtype or dtype)
+    return (torch.nn.functional.silu(rounded, inplace=True) if weights.silu else rounded).to(dtype)
 
 
 def _check(x: torch.Tensor, tail: torch.Tensor, weights: ConvWeights) -> None:

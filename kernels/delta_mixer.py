@@ -2,7 +2,8 @@
 
 The convolution over q, k and v, the gates, the recurrence of kernels/delta_rule.py over slots, and for a decode row the
 gated norm after it. The Triton forms (kernels/triton_delta_decode.py, kernels/triton_delta_chunk.py) take the same
-values; here is what a machine without a card runs.
+values; here is what a machine without a card runs. It rounds to the activations' dtype where the reference models'
+own operations do (the convolution's sum, beta, what the recurrence gives); the Triton forms keep those in registers.
 """
 
 from dataclasses import dataclass
@@ -135,11 +136,15 @@ def delta_chunk(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -
 
 
 def delta_norm(out: torch.Tensor, gate: torch.Tensor, mixer: DeltaMixer) -> torch.Tensor:
-    """The gated norm of what `delta_chunk` gave, [rows, Hv, dv]: [rows, Hv dv] in the dtype of `gate`."""
+    """The gated norm of what `delta_chunk` gave, [rows, Hv, dv]: [rows, Hv dv] in the dtype of `gate`.
+
+    What the recurrence gave is rounded to that dtype before the norm.
+    """
     norm = rms_norm_silu_gate if mixer.gate is OutputGate.SILU else rms_norm_sigmoid_gate
-    return norm(out, gate.unflatten(1, out.shape[1:]), mixer.norm, mixer.norm_eps).flatten(1).to(gate.dtype)
+    rounded, gates = out.to(gate.dtype), gate.unflatten(1, out.shape[1:])
+    return norm(rounded, gates, mixer.norm, mixer.norm_eps).flatten(1).to(gate.dtype)
 
 
 def _recurrence_rows(mixed: torch.Tensor, rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> DeltaRows:
     q, k, v = split_heads(mixed, slots.states.shape[1:])
-    return DeltaRows(q, k, v, delta_log_decay(rows.decay.float(), mixer), rows.beta.float().sigmoid())
+    return DeltaRows(q, k, v, delta_log_decay(rows.decay.float(), mixer), rows.beta.sigmoid())

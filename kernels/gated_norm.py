@@ -1,15 +1,20 @@
-"""RMS norms with a gate, the last thing recurrent mixers do before their output projection. All arithmetic is fp32.
+"""RMS norms with a gate, the last thing recurrent mixers do before their output projection. Arithmetic is fp32.
 
-The plain mathematics is what a CPU runs, so each function is its own reference.
+The plain mathematics is what a CPU runs, so each function is its own reference. Where a family rounds on the way, it is
+said.
 """
 
 import torch
 
 
 def rms_norm_silu_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm(x) weight silu(gate) in the last dimension, fp32 (gated delta net); x, gate [..., d], weight [d]."""
+    """RMSNorm(x) weight silu(gate) in the last dimension, fp32 out (gated delta net); x, gate [..., d], weight [d].
+
+    The norm is rounded to the dtype of x, and again after the weight, as the models were trained.
+    """
     _check(x, gate, weight, x.shape[-1])
-    return _normed(x.float(), eps).mul_(weight.float()).mul_(torch.nn.functional.silu(gate.float()))
+    normed = _normed(x.float(), eps).to(x.dtype).mul_(weight)
+    return torch.nn.functional.silu(gate.float()).mul_(normed)
 
 
 def rms_norm_sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

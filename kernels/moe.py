@@ -2,8 +2,8 @@
 
 Routing and experts are apart: a router gives a `Routing`, whatever rule it follows, and `grouped_experts` computes it.
 Rows are sorted by expert, each expert is one matrix product over its rows, and a row's choices are summed in the order
-in which the router chose them, in fp32. No float atomics: a row's bytes depend on other rows no more than a matrix
-product does.
+in which the router chose them, in fp32, each rounded as its product with its weight is. No float atomics: a row's bytes
+depend on other rows no more than a matrix product does.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Routing:
     """The experts of each row, best first, and the weight of each choice."""
 
     experts: torch.Tensor  # [num_rows, top_k] int64
-    weights: torch.Tensor  # [num_rows, top_k] float32
+    weights: torch.Tensor  # [num_rows, top_k] float32, or the activations' dtype: products with it round to that
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,15 @@ class Mixture:
 def route_softmax(logits: torch.Tensor, *, top_k: int, renormalise: bool) -> Routing:
     """Softmax over all experts, the best `top_k`, weights optionally made to sum to 1.
 
-    Equal scores go to the lower expert. `logits` is [num_rows, num_experts]; the arithmetic is fp32.
+    Equal scores go to the lower expert. `logits` is [num_rows, num_experts]; the arithmetic is fp32, the weights then
+    round to the dtype of `logits`.
     """
     assert logits.ndim == 2
     assert 0 < top_k <= logits.shape[1], "top_k must not exceed the number of experts"
     chosen, experts = _best(logits.float().softmax(dim=-1), top_k)
     if renormalise:
         chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-    return Routing(experts, chosen)
+    return Routing(experts, chosen.to(logits.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,5 +174,5 @@ def grouped_experts(
     place = place.view(num_rows, top_k)
     out = torch.zeros((num_rows, down.shape[1]), dtype=torch.float32, device=rows.device)
     for k in range(top_k):
-        out.addcmul_(made.index_select(0, place[:, k]).float(), routing.weights[:, k, None])
+        out += made.index_select(0, place[:, k]) * routing.weights[:, k, None]
     return out.to(rows.dtype)

@@ -87,10 +87,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotates each head's leading dimensions, first half against second: [num_rows, heads, head_dim], a new tensor.
 
     cos and sin are [num_rows, 1, rotary_dim], the sign of the half-rotation in sin.
+    Both products round before their sum.
     """
     rotary_dim = cos.shape[2]
     turning = x[..., :rotary_dim] if rotary_dim < x.shape[2] else x
-    turned = torch.addcmul(turning * cos, turning.roll(rotary_dim // 2, -1), sin)
+    turned = (turning * cos).add_(turning.roll(rotary_dim // 2, -1).mul_(sin))
     if rotary_dim == x.shape[2]:
         return turned
     return torch.cat((turned, x[..., rotary_dim:]), -1)

@@ -30,6 +30,7 @@ class KdaConfig:
     a_log_shape: tuple[int, ...]  # in the checkpoint: some have dimensions of size 1 beside the heads'
     norm_eps: float
     lower_bound: float | None  # of the log decay; None: a softplus without a bound
+    is_conv_wide: bool  # the convolution is float32 whatever the activations are
 
     @property
     def width(self) -> int:
@@ -73,7 +74,7 @@ class KimiDeltaAttention:
         dt_bias = scope.tensor("dt_bias", width, dtype=torch.float32)
         norm = scope.tensor("o_norm.weight", config.head_dim, dtype=torch.float32)
         conv_parts = (("q_conv1d", width), ("k_conv1d", width), ("v_conv1d", width))
-        conv = short_conv(scope, conv_parts, config.conv_taps, bias=False)
+        conv = short_conv(scope, conv_parts, config.conv_taps, bias=False, is_wide=config.is_conv_wide)
         state = recurrent_state(f"layers.{layer}", conv, (heads, config.head_dim, config.head_dim), dtype)
         self.slots = state.slots
         bound = config.lower_bound

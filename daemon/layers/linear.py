@@ -30,18 +30,6 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return self._linear(x, self.weight, self.bias)
 
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(y), a new tensor."""
-        if self._is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
-        return functional.silu(self(x), inplace=True)
-
-    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """y times a factor of the same shape, which may be overwritten."""
-        if self._is_packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
-        return factor.mul_(self(x))
-
     def _pack(self) -> None:
         if can_pack(self.weight):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)

@@ -12,7 +12,11 @@ from kernels.moe import Activation, ActivationKind
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)); reads checkpoint names gate_proj, up_proj, down_proj of its scope."""
+    """down(silu(gate(x)) * up(x)); reads checkpoint names gate_proj, up_proj, down_proj of its scope.
+
+    Every product rounds to the activations' dtype before it goes on, as in the reference, so that bf16 gives the same
+    numbers: fusing them would save a CPU a twelfth of this.
+    """
 
     def __init__(self, scope: Scope, hidden_size: int, inner_size: int, *, bias: bool = False) -> None:
         self.inner_size = inner_size
@@ -27,9 +31,9 @@ class GatedMlp:
 
     def forward(self, hidden: torch.Tensor) -> Steps:
         """[num_rows, hidden_size] to the same."""
-        gate = self.gate.silu(hidden)
+        gate = functional.silu(self.gate(hidden), inplace=True)
         yield
-        inner = self.up.times(hidden, gate)
+        inner = gate.mul_(self.up(hidden))
         yield
         return self.down(inner)
 

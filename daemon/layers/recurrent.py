@@ -59,13 +59,19 @@ def recurrent_state(
     )
 
 
-def short_conv(scope: Scope, parts: tuple[tuple[str, int], ...], num_taps: int, *, bias: bool) -> ConvWeights:
-    """A convolution with SiLU; checkpoint tensors `name.weight` [size, 1, K] lie side by side as channels, in fp32."""
+def short_conv(
+    scope: Scope, parts: tuple[tuple[str, int], ...], num_taps: int, *, bias: bool, is_wide: bool = False
+) -> ConvWeights:
+    """A convolution with SiLU; checkpoint tensors `name.weight` [size, 1, K] lie side by side as channels, in fp32.
+
+    Where checkpoints keep the taps wide, sums reach the SiLU in float32 too.
+    """
     channels = sum(size for _, size in parts)
     weights = ConvWeights(
         taps=scope.parameters.allocate((num_taps, channels), torch.float32),
         bias=scope.rows(((f"{name}.bias", size) for name, size in parts), dtype=torch.float32) if bias else None,
         silu=True,
+        sum_dtype=torch.float32 if is_wide else None,
     )
     begin = 0
     for name, size in parts:

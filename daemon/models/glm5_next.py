@@ -247,4 +247,5 @@ def _delta_config(fields: Fields, hidden_size: int, norm_eps: float) -> KdaConfi
         a_log_shape=(heads,),
         norm_eps=norm_eps,
         lower_bound=None if bound is None else float(str(bound)),
+        is_conv_wide=True,
     )

@@ -120,6 +120,7 @@ def _config(fields: Fields, options: BuildOptions) -> KimiConfig:
             a_log_shape=(1, 1, heads, 1),
             norm_eps=norm_eps,
             lower_bound=None,
+            is_conv_wide=False,
         ),
         latent=latent_config(fields, options, rope=None, norm_eps=LATENT_NORM_EPS),
     )

@@ -24,9 +24,10 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 def test_the_norm_comes_before_the_gate_in_delta_mixers(dtype: torch.dtype) -> None:
     x, gate, weight = make(dtype)
     wide, sigmoid = normed(x.double()) * weight.double(), torch.sigmoid(gate.double())
+    rounded = normed(x.double()).to(dtype) * weight  # twice: the norm, then its product with the weight
     silu = rms_norm_silu_gate(x, gate, weight, EPS)
     assert silu.dtype == torch.float32
-    torch.testing.assert_close(silu.double(), wide * sigmoid * gate.double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(silu.double(), rounded.double() * sigmoid * gate.double(), atol=1e-5, rtol=1e-5)
     got = rms_norm_sigmoid_gate(x, gate, weight, EPS)
     torch.testing.assert_close(got.double(), wide * sigmoid, atol=1e-5, rtol=1e-5)
 

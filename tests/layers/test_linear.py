@@ -33,9 +33,6 @@ def test_packed_products_equal_plain_ones(num_rows):
     expected = functional.linear(x.float(), weight, torch.cat((plain["a.bias"], plain["b.bias"])).float())
     close = partial(torch.testing.assert_close, atol=0.05, rtol=0.01)
     close(layer(x).float(), expected)
-    close(layer.silu(x).float(), functional.silu(expected))
-    factor = torch.randn(num_rows, 128).bfloat16()
-    close(layer.times(x, factor.clone()).float(), expected * factor.float())
 
 
 def test_a_tied_matrix_is_counted_in_each_order_it_is_held_in():

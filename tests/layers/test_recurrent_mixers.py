@@ -74,6 +74,7 @@ def kda(lower_bound: float | None) -> Built:
         a_log_shape=(1, 1, 3, 1),
         norm_eps=1e-5,
         lower_bound=lower_bound,
+        is_conv_wide=lower_bound is not None,
     )
     return filled(lambda scope: KimiDeltaAttention(scope, 0, config))
 
