@@ -234,7 +234,6 @@ class Engine:
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
-        self.runner.close()
         self.cache.close()
         self.grammars.close()
 

@@ -246,10 +246,10 @@ def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
     assert spill is not None
     read, failures = spill.read, [SpillError("read: the disk is gone")]
 
-    def failing(blocks: object, part: object, out: object) -> None:
+    def failing(block: object, part: object, out: object) -> None:
         if failures:
             raise failures.pop()
-        read(blocks, part, out)  # type: ignore[arg-type]
+        read(block, part, out)  # type: ignore[arg-type]
 
     monkeypatch.setattr(spill, "read", failing)
     sent = list(harness.tokens[("r", 0)])

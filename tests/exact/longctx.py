@@ -112,7 +112,7 @@ class LongProbe(Probe):
         image = torch.zeros(engine.device.layout.block_bytes, dtype=torch.uint8)
         for part in engine.device.layout.block_parts:
             target = image[part.offset : part.offset + part.num_bytes].numpy().data
-            residency.spill.read([block - residency.space.first_spill], part, target)
+            residency.spill.read(block - residency.space.first_spill, part, target)
         return image
 
 

@@ -83,13 +83,13 @@ def test_blocks_that_are_lost_below_come_back_byte_for_byte(tmp_path: Path, monk
     assert spill is not None
     read, failed_at = spill.read, list[int]()
 
-    def failing(blocks: list[int], part: Part, out: memoryview) -> None:
+    def failing(block: int, part: Part, out: memoryview) -> None:
         running = probe.engine.scheduler.running
         length = running[0].computed_len if running else 0
         if length > ((NUM_CHUNKS - 2) * GRID, len(prompt) + 3, 1 << 30)[len(failed_at)]:
             failed_at.append(length)
             raise SpillError("read: the disk is gone")
-        read(blocks, part, out)
+        read(block, part, out)
 
     monkeypatch.setattr(spill, "read", failing)
     draws = probe.serve(prompt, 12)
