@@ -24,7 +24,7 @@ LENGTHS = (NUM_CHUNKS * GRID - 1, NUM_CHUNKS * GRID, NUM_CHUNKS * GRID + 5)
 def test_a_sequence_larger_than_the_device_has_the_bytes_of_a_resident_one(family: str, tmp_path: Path) -> None:
     rng = random.Random(f"{family} {first_seed()}")
     tier, share = rng.choice(TIERS), rng.choice((0.0, rng.random() / 2))
-    seen = compare_with_resident(Case(family, rng.choice(DTYPES), rng.choice(LENGTHS), share), (tier,), tmp_path)
+    seen = compare_with_resident([Case(family, rng.choice(DTYPES), rng.choice(LENGTHS), share)], (tier,), tmp_path)
     assert seen[tier] > GRID
 
 
