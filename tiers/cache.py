@@ -15,6 +15,7 @@ from tiers.flops import ComputeCost
 from tiers.gate import BreakEvenGate, PrefillSpeed, Verdict
 from tiers.history import History
 from tiers.host import HostTier
+from tiers.landing import Lander
 from tiers.lift import Lifter
 from tiers.match import Match
 from tiers.meters import LOOKUP_BOUNDS_S, EvictionReason, Histogram, TierMeters
@@ -84,6 +85,9 @@ class TieredCache:
             self.lifter = Lifter(
                 self.host, self.disk, layout=device.layout, transfer=transfer, restorer=self.restorer, mover=mover
             )
+        self.lander: Lander | None = None
+        if lower.spill is not None and self.disk is not None:
+            self.lander = Lander(device.layout, lower.spill, self.disk, mover)
         self.host_refusals = 0  # hits not loaded from there because computing was faster
         self.disk_refusals = 0
         self.swapper = Swapper(device, self.host, transfer) if self.host is not None else None
@@ -121,7 +125,8 @@ class TieredCache:
     @property
     def _is_moving(self) -> bool:
         is_lifting = self.lifter is not None and bool(self.lifter.in_flight)
-        return is_lifting or (self.residency is not None and not self.residency.is_idle)
+        is_landing = self.lander is not None and bool(self.lander.in_flight)
+        return is_lifting or is_landing or (self.residency is not None and not self.residency.is_idle)
 
     def poll(self, now: float, unix_s: float, *, is_busy: bool) -> None:
         """Takes in what has arrived, and plans what may be written next.
@@ -295,7 +300,8 @@ class TieredCache:
         """Who holds something besides the sequences."""
         moving = [] if self.residency is None else self.residency.owners()
         lifting = [] if self.lifter is None else self.lifter.owners()
-        return self.restorer.owners() + self.writedown.owners() + moving + lifting
+        landing = [] if self.lander is None else self.lander.owners()
+        return self.restorer.owners() + self.writedown.owners() + moving + lifting + landing
 
     def close(self) -> None:
         """Ends the transfers, waiting for those that have begun, and gives the disk back."""

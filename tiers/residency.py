@@ -16,6 +16,7 @@ from enum import IntEnum
 from tiers.copies import HostCopy
 from tiers.device import DeviceTier
 from tiers.host import HostTier
+from tiers.landing import Landing
 from tiers.mover import Job, Mover, Priority
 from tiers.resources import Resources
 from tiers.spill import Extent, Spill
@@ -97,6 +98,8 @@ class Stream:
     tail: int  # block position where its resident tail begins; a grid position
     below: list[Below] = field(default_factory=list[Below])
     lowering: Lowering | None = None
+    landing: Landing | None = None  # of what its prompt's beginning has on disk
+    has_lost: bool = False  # that did not come, or not in time
     states: dict[int, HostCopy] = field(default_factory=dict[int, HostCopy])  # by position: wait for their chunks
     has_state: bool = False  # its slot was filled when it was admitted
     stats: StreamStats = field(default_factory=StreamStats)  # of all its forwards
@@ -212,6 +215,14 @@ class Residency:
         self.host.hold(resources, copy)
         self.transfer.to_host(Image(slot, is_state=True), chunks, self.transfer.fence())
         return copy
+
+    def put_state(self, state: memoryview, slot: int) -> None:
+        """Bytes of a state become those of a slot."""
+        fence, image = self.transfer.fence(), Image(slot, is_state=True)
+        (landing,) = self.transfer.landings([image])
+        landing[:] = state
+        self.transfer.land(image, landing, fence)
+        self.transfer.arrived()
 
     def load_state(self, node: Node, slot: int) -> None:
         """The state at a node, from the host tier."""

@@ -1,18 +1,19 @@
-"""Blocks of live sequences on disk: a file of extents, each one grid chunk of blocks, plane by plane.
+"""Blocks of live sequences on disk, in extents of one grid chunk each, plane by plane.
 
 A record (FORMAT.md) has all layers of a block under one checksum, which no layer's part could be read without. Here
-the parts of one plane lie side by side, so that a layer reads its keys of a whole grid chunk in one piece:
+the parts of one plane lie side by side, so that a layer reads its keys of neighbouring extents in one piece:
 
-    extent = [plane][block][part of the block's image], each plane's stretch beginning at a multiple of a sector
+    file = [plane][extent][block][part of the block's image]
 
-Checksums of every part and of every stretch are kept in memory, and compared on every read. Planes that are read whole
-for every row (index keys) are kept in memory themselves, beside the file. Nothing here outlives the process: the file
-has no name, nothing is synced, and a sequence that loses an extent computes it again.
+Extents are given out in order, so those of a sequence are neighbours as long as no other moves down beside it.
+Checksums of every part and of every extent's stretch of a plane are kept in memory, and compared on every read. Planes
+that are read whole for every row (index keys) are kept in memory themselves, beside the file. Nothing here outlives the
+process: the file has no name, nothing is synced, and a sequence that loses an extent computes it again.
 """
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tiers.layout import Part, StateLayout
 from tiers.resources import Resources
 
 MOST_BLOCKS = 1024  # of a grid chunk: the pieces of one system call
+ASK_BYTES = 128 << 10  # in one call, of which the kernel takes no more than it reads ahead by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Spill:
             SpillError: the disk does not take them.
         """
         assert len(images) == self.chunk_blocks <= MOST_BLOCKS
-        at = extent.number * self.extent_bytes
+        first = extent.number * self.chunk_blocks
         for index, part in enumerate(self.layout.block_parts):
             pieces = [image[part.offset : part.offset + part.num_bytes] for image in images]
             if part.name in self._kept:
@@ -112,45 +114,58 @@ class Spill:
             self._checks[extent.number, index] = [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
             self._whole_checks[extent.number, index] = xxhash.xxh3_64_intdigest(b"".join(pieces))
             try:
-                done = os.pwritev(self.fileno(), pieces, at + part.offset * self.chunk_blocks)
+                done = os.pwritev(self.fileno(), pieces, self.place(part, first))
             except OSError as error:
                 raise SpillError(f"write: {error.strerror or error}") from error
             if done != part.num_bytes * len(pieces):
                 raise SpillError("write: the disk took a part only")
 
-    def read(self, blocks: Sequence[int], part: Part, out: memoryview) -> None:
-        """Parts of some blocks, one after the other, into `out`; blocks are counted from the first extent's first.
+    def place(self, part: Part, block: int) -> int:
+        """Where in the file a block's part of a plane begins."""
+        return part.offset * self.num_blocks + block * part.num_bytes
+
+    def read(self, block: int, part: Part, out: memoryview) -> None:
+        """Parts of neighbouring blocks from `block` on, as many as `out` takes; counted from the first extent's first.
 
         Raises:
             SpillError: they cannot be read, or do not check.
         """
-        size = part.num_bytes
-        assert len(out) == size * len(blocks)
-        first = 0
-        while first < len(blocks):
-            extent, begin = divmod(blocks[first], self.chunk_blocks)
-            last = first + 1
-            while last < len(blocks) and blocks[last] == blocks[last - 1] + 1 and blocks[last] % self.chunk_blocks:
-                last += 1
+        if part.name not in self._kept:
+            self.read_unchecked(block, part, out)
+        for at, found in self._stretches(block, part.num_bytes, out):
             if part.name in self._kept:
+                extent, begin = divmod(at, self.chunk_blocks)
                 kept = memoryview(self._kept[part.name][extent])
-                out[first * size : last * size] = kept[begin * size : (begin + last - first) * size]
-                first = last
-                continue
-            at = extent * self.extent_bytes + part.offset * self.chunk_blocks + begin * size
-            found = out[first * size : last * size]
-            self._read(at, found)
-            if not self._is_intact(found, part, extent, begin):
+                found[:] = kept[begin * part.num_bytes : begin * part.num_bytes + len(found)]
+            elif not self._is_intact(found, part, at):
                 raise SpillError("read: a checksum is wrong")
-            first = last
 
-    def read_unchecked(self, number: int, part: Part, out: memoryview) -> None:
-        """One plane's part of a whole extent, as the disk gives it: what a read costs without its checks.
+    def stretch_bytes(self, part: Part, first: int, last: int) -> int:
+        """Of a plane's part of extents [first, last)."""
+        return (last - first) * self.chunk_blocks * part.num_bytes
+
+    def ask(self, part: Part, first: int, last: int) -> int:
+        """Asks the kernel for a plane's part of extents [first, last), without waiting; how many bytes that are."""
+        begin, num_bytes = self.place(part, first * self.chunk_blocks), self.stretch_bytes(part, first, last)
+        for at in range(0, num_bytes, ASK_BYTES):
+            os.posix_fadvise(self.fileno(), begin + at, min(ASK_BYTES, num_bytes - at), os.POSIX_FADV_WILLNEED)
+        return num_bytes
+
+    def read_unchecked(self, block: int, part: Part, out: memoryview) -> None:
+        """The same as the disk gives it: what a read costs without its checks.
 
         Raises:
             SpillError: it cannot be read.
         """
-        self._read(number * self.extent_bytes + part.offset * self.chunk_blocks, out)
+        at, done = self.place(part, block), 0
+        while done < len(out):
+            try:
+                got = os.preadv(self.fileno(), [out[done:]], at + done)
+            except OSError as error:
+                raise SpillError(f"read: {error.strerror or error}") from error
+            if not got:
+                raise SpillError("read: the file ends")
+            done += got
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
         """Extents that none of the owners holds."""
@@ -165,21 +180,20 @@ class Spill:
         """The file is gone."""
         self._file.close()
 
-    def _is_intact(self, found: memoryview, part: Part, extent: int, begin: int) -> bool:
-        """Whether parts of neighbouring blocks, from `begin` on, are what was written."""
+    def _stretches(self, block: int, size: int, out: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Neighbouring blocks of `size` bytes each from `block` on, cut where extents end: first block, and bytes."""
+        first = 0
+        while first < len(out):
+            last = min(len(out), first + (self.chunk_blocks - block % self.chunk_blocks) * size)
+            yield block, out[first:last]
+            block += (last - first) // size
+            first = last
+
+    def _is_intact(self, found: memoryview, part: Part, block: int) -> bool:
+        """Whether parts of neighbouring blocks of one extent, from `block` on, are what was written."""
         size, index = part.num_bytes, self.parts[part.name]
+        extent, begin = divmod(block, self.chunk_blocks)
         if len(found) == size * self.chunk_blocks:
             return xxhash.xxh3_64_intdigest(found) == int(self._whole_checks[extent, index])
         checks = [xxhash.xxh3_64_intdigest(found[at : at + size]) for at in range(0, len(found), size)]
         return checks == self._checks[extent, index, begin : begin + len(checks)].tolist()
-
-    def _read(self, at: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            try:
-                got = os.preadv(self.fileno(), [out[done:]], at + done)
-            except OSError as error:
-                raise SpillError(f"read: {error.strerror or error}") from error
-            if not got:
-                raise SpillError("read: the file ends")
-            done += got

@@ -1,86 +1,65 @@
-"""Reading the spill ahead of a forward: a ring of stages, each one plane's part of a grid chunk.
+"""Reading the spill ahead of a forward, and the blocks of it that selection picks through a cache.
 
-A forward announces what it will read, in order; one thread fills free stages in that order. Whoever wants a part takes
-it out of its stage, waits for the stage that is being filled, or, where nobody has begun, reads by itself. So the
-order of what is wanted is a forecast that costs time where it is wrong, and nothing else. A stage is filled again only
-after it was emptied or its forward has ended, and the thread has let go of it.
+A forward announces what it will read, in order. As much of that as `ahead_bytes` is asked of the kernel at any time, so
+that the disk is busy while the forward computes, and what has come lies in the page cache, which is what memory has
+left. A read then copies it to where it is wanted, once, and checks it. A forecast that was wrong costs time alone.
 """
 
-import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
-from tiers.files import aligned_buffer
 from tiers.layout import Part
-from tiers.spill import Spill, SpillError
+from tiers.spill import Spill
 
-LOOK_AHEAD = 64  # of what is wanted, to find out how far a forward has come
+AHEAD_BYTES = 32 << 20
+PIECE_BYTES = 1 << 20  # read at a time, or one extent's part of a plane, where that is larger
+LOOK_AHEAD = 64  # pieces, to find out how far a forward has come
 
 
-@dataclass(slots=True, eq=False)
-class _Stage:
-    """A part of a chunk: being filled, or filled once `ready` is set."""
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Extents [first, last) of one plane."""
 
-    buffer: memoryview
-    ready: threading.Event = field(default_factory=threading.Event)
-    error: SpillError | None = None
-    is_wanted: bool = True
+    part: Part
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
 class ReadCounts:
-    """Stretches since start-up: taken from the ring, or read by whoever wanted them."""
+    """Pieces read since start-up: those that had been asked for ahead, and others."""
 
-    staged: int = 0
-    direct: int = 0
-
-
-_Key = tuple[str, int]  # plane, extent
+    foreseen: int = 0
+    unforeseen: int = 0
 
 
 class SpillReader:
-    """Owns the ring and its thread, and a cache of single blocks' parts. `fill` is called by one thread at a time.
+    """Owns the forecast of one forward, and the cache. Used by one thread.
 
     Args:
-        num_stages: of the ring; 0: nothing is read ahead.
+        ahead_bytes: asked of the disk before they are wanted.
         cache_bytes: of the parts that selection picks, kept by last use.
     """
 
-    def __init__(self, spill: Spill, *, num_stages: int, cache_bytes: int) -> None:
+    def __init__(self, spill: Spill, *, ahead_bytes: int = AHEAD_BYTES, cache_bytes: int) -> None:
         self.spill = spill
         self.counts = ReadCounts()
-        most = max(part.num_bytes for part in spill.layout.block_parts)
-        self.stage_bytes = most * spill.chunk_blocks
-        self.num_bytes = num_stages * self.stage_bytes + cache_bytes
-        self._free = deque(aligned_buffer(self.stage_bytes) for _ in range(num_stages))
-        self._stages: dict[_Key, _Stage] = {}
-        self._wanted: deque[tuple[Part, int]] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self.cache_bytes = cache_bytes
+        self._ahead_bytes = ahead_bytes
+        self._wanted: Iterator[_Piece] = iter(())  # not asked for yet
+        self._asked: deque[_Piece] = deque()
+        self._asked_bytes = 0
         self._cache: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()  # by plane, block, generation
         self._cache_left = cache_bytes
-        self._thread = threading.Thread(target=self._run, name="spill-ahead", daemon=True)
-        if num_stages:
-            self._thread.start()
-
-    @property
-    def num_staged(self) -> int:
-        """Stages that are filled or being filled."""
-        with self._changed:
-            return len(self._stages)
 
     def announce(self, wanted: Iterable[tuple[Part, int]]) -> None:
-        """What a forward that begins will read: parts of extents, in order. What an earlier one left is dropped."""
-        with self._changed:
-            self._wanted.clear()
-            for key in list(self._stages):
-                self._drop(key)
-            self._wanted.extend(wanted)
-            self._changed.notify_all()
+        """What a forward that begins will read: parts of extents, in order. What an earlier one left is forgotten."""
+        self._wanted = self._pieces(wanted)
+        self._asked.clear()
+        self._asked_bytes = 0
+        self._ask()
 
     def fill(self, out: memoryview, part: Part, blocks: list[int]) -> None:
         """Parts of blocks into `out`, in order.
@@ -88,18 +67,16 @@ class SpillReader:
         Raises:
             SpillError: they cannot be read, or do not check.
         """
-        size, per_chunk, first = part.num_bytes, self.spill.chunk_blocks, 0
-        while first < len(blocks):
-            extent = blocks[first] // per_chunk
-            last = first + 1
-            while last < len(blocks) and blocks[last] // per_chunk == extent:
-                last += 1
-            target = out[first * size : last * size]
-            if not self._from_stage(target, part, extent, [block % per_chunk for block in blocks[first:last]]):
-                self.counts.direct += 1
-                self._overtaken(part, extent)
-                self.spill.read(blocks[first:last], part, target)
-            first = last
+        size, per_chunk = part.num_bytes, self.spill.chunk_blocks
+        most = self._most_extents(part)
+        for first, last in _runs(blocks):
+            while first < last:
+                extent = blocks[first] // per_chunk
+                piece = self._passed(part, extent)
+                end = (extent + most if piece is None else piece.last) * per_chunk
+                upto = min(last, first + end - blocks[first])
+                self.spill.read(blocks[first], part, out[first * size : upto * size])
+                first = upto
 
     def pick(self, out: memoryview, part: Part, blocks: list[int]) -> int:
         """The same for blocks that a selection picked, through the cache; how many of them it did not have.
@@ -116,18 +93,10 @@ class SpillReader:
                 self._cache.move_to_end(key)
                 target[:] = known
                 continue
-            self.spill.read([block], part, target)
+            self.spill.read(block, part, target)
             num_missed += 1
             self._remember(key, bytes(target))
         return num_missed
-
-    def close(self) -> None:
-        """Ends the thread, once it has let go of the disk."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def _remember(self, key: tuple[str, int, int], data: bytes) -> None:
         self._cache[key] = data
@@ -136,68 +105,51 @@ class SpillReader:
             _, dropped = self._cache.popitem(last=False)
             self._cache_left += len(dropped)
 
-    def _from_stage(self, out: memoryview, part: Part, extent: int, within: list[int]) -> bool:
-        key = (part.name, extent)
-        with self._changed:
-            stage = self._stages.get(key)
-            if stage is None:
-                return False
-        stage.ready.wait()
-        if stage.error is None:
-            size = part.num_bytes
-            source, target = np.frombuffer(stage.buffer, np.uint8), np.frombuffer(out, np.uint8)
-            if within == list(range(within[0], within[0] + len(within))):
-                target[:] = source[within[0] * size : (within[0] + len(within)) * size]
-            else:
-                for place, block in enumerate(within):
-                    target[place * size : (place + 1) * size] = source[block * size : (block + 1) * size]
-        with self._changed:
-            self._drop(key)
-            self._changed.notify_all()
-        if stage.error is not None:
-            raise stage.error
-        self.counts.staged += 1
-        return True
+    def _most_extents(self, part: Part) -> int:
+        """Of a piece."""
+        return max(1, PIECE_BYTES // (part.num_bytes * self.spill.chunk_blocks))
 
-    def _overtaken(self, part: Part, extent: int) -> None:
-        """A forward reads this by itself: what was to come before it, and it itself, are not worth reading ahead."""
-        with self._changed:
-            soon = enumerate(islice(self._wanted, LOOK_AHEAD))
-            place = next((n for n, (other, at) in soon if at == extent and other.name == part.name), None)
-            if place is not None:
+    def _pieces(self, wanted: Iterable[tuple[Part, int]]) -> Iterator[_Piece]:
+        """What is wanted, with neighbours that follow each other as one."""
+        piece: _Piece | None = None
+        for part, extent in wanted:
+            is_next = piece is not None and piece.part.name == part.name and piece.last == extent
+            if piece is not None and is_next and extent - piece.first < self._most_extents(part):
+                piece = _Piece(part, piece.first, extent + 1)
+                continue
+            if piece is not None:
+                yield piece
+            piece = _Piece(part, extent, extent + 1)
+        if piece is not None:
+            yield piece
+
+    def _ask(self) -> None:
+        while self._asked_bytes < self._ahead_bytes:
+            piece = next(self._wanted, None)
+            if piece is None:
+                return
+            self._asked.append(piece)
+            self._asked_bytes += self.spill.ask(piece.part, piece.first, piece.last)
+
+    def _passed(self, part: Part, extent: int) -> _Piece | None:
+        """A forward wants this now: the piece that has it, if it was asked for. What was to come before it was not
+        wanted; as much again is asked for."""
+        for place, piece in enumerate(islice(self._asked, LOOK_AHEAD)):
+            if piece.part.name == part.name and piece.first <= extent < piece.last:
                 for _ in range(place + 1):
-                    self._wanted.popleft()
+                    gone = self._asked.popleft()
+                    self._asked_bytes -= self.spill.stretch_bytes(gone.part, gone.first, gone.last)
+                self._ask()
+                self.counts.foreseen += 1
+                return piece
+        self.counts.unforeseen += 1
+        return None
 
-    def _drop(self, key: _Key) -> None:
-        """Called with the lock held: the buffer is free now, or when the thread has let go of it."""
-        stage = self._stages.pop(key)
-        if stage.ready.is_set():
-            self._free.append(stage.buffer)
-        else:
-            stage.is_wanted = False
 
-    def _run(self) -> None:
-        per_chunk = self.spill.chunk_blocks
-        while True:
-            with self._changed:
-                while not self._is_closed and not (self._wanted and self._free):
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                part, extent = self._wanted.popleft()
-                key = (part.name, extent)
-                if key in self._stages:
-                    continue
-                stage = self._stages[key] = _Stage(self._free.popleft())
-            blocks = list(range(extent * per_chunk, (extent + 1) * per_chunk))
-            try:
-                self.spill.read(blocks, part, stage.buffer[: part.num_bytes * per_chunk])
-            except (
-                Exception
-            ) as error:  # whatever it is: somebody may wait for this stage, and this thread is the only one
-                stage.error = error if isinstance(error, SpillError) else SpillError(f"read: {error!r}")
-            with self._changed:
-                stage.ready.set()
-                if not stage.is_wanted:
-                    self._free.append(stage.buffer)
-                    self._changed.notify_all()
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """Places [first, last) of blocks that are neighbours and in order."""
+    first = 0
+    for place in range(1, len(blocks) + 1):
+        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1:
+            yield first, place
+            first = place

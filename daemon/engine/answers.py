@@ -219,7 +219,7 @@ def _ledger(books: Books, query: Query) -> Answer:
         entries = spill_ledger(books.cache.residency.spill, owners)
         rows += [LedgerRow("disk", e.kind, e.owner, e.num_bytes, e.count) for e in entries]
     if books.runner.sources is not None and books.runner.sources.spill is not None:
-        rows.append(LedgerRow("device", "scratch", "stages", books.runner.sources.spill.num_bytes, 1))
+        rows.append(LedgerRow("device", "scratch", "picked blocks", books.runner.sources.spill.cache_bytes, 1))
         rows.append(LedgerRow("device", "scratch", "index keys", books.runner.sources.spill.spill.kept_bytes, 1))
     return Answer(
         query.query_id, ledger=(weights, *rows), balanced=not findings, findings=tuple(dict.fromkeys(findings))

@@ -235,7 +235,6 @@ class Engine:
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
         self.questions.close()
-        self.runner.close()
         self.cache.close()
         self.grammars.close()
 

@@ -130,11 +130,6 @@ class Runner:
         """It is whole, or dropped half-way. What lies below the device may be written again from now on."""
         chunk.forward.close()
 
-    def close(self) -> None:
-        """Nothing is read ahead any more."""
-        if self.sources is not None and self.sources.spill is not None:
-            self.sources.spill.close()
-
     def swap_shadow(self, slot: int) -> int:
         """The finished chunk's slot, in exchange for the sequence's old one, which becomes the shadow."""
         fresh, self.shadow_slot = self.shadow_slot, slot

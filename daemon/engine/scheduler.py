@@ -150,6 +150,9 @@ class Scheduler:
         decode: list[Sequence] = []
         if self.streaming is not None:
             self.streaming.settle(self.running, in_flight)
+            for sequence in self.streaming.lost(self.running):
+                self.preempt(sequence)
+                preempted.append(sequence)
         for sequence in sorted(self.running, key=lambda s: s.rank):
             is_row = sequence.is_running and not sequence.in_prompt and sequence.stream is None
             if is_row and self._has_room(sequence, preempted):
@@ -265,6 +268,8 @@ class Scheduler:
 
     def _end_restores(self, now: float) -> None:
         """Those whose prefix has come, or has not come in time, wait for admission again."""
+        if self.streaming is not None:
+            self.streaming.expire(self.running, now)
         for sequence in [s for s in self.restoring if s.restore is not None]:
             restore, request = sequence.restore, sequence.request
             assert restore is not None
@@ -368,12 +373,13 @@ class Scheduler:
         slots = device.num_available_slots - (match.checkpoint is not None)
         if self.num_running + choices > self.max_sequences or choices > slots:
             return None
-        lift = self.streaming.fetch(match) if request.restores < MAX_RESTORES else None
+        sequence.restore_until = now + self.restore_timeout_s
+        may_load = request.restores < MAX_RESTORES
+        lift = self.streaming.fetch(match) if may_load else None
         if lift is not None:
             sequence.restore, sequence.restore_since = lift, now
-            sequence.restore_until = now + self.restore_timeout_s
             return Admitted(sequence, match)
-        resumed = self.streaming.acquire(sequence, match)
+        resumed = self.streaming.acquire(sequence, match, may_load=may_load)
         if resumed is None:
             return None
         self._take_tails(sequence, self.streaming.sibling_blocks(sequence))

@@ -11,6 +11,7 @@ the deepest one up, so the tree on the device has no gaps. Knows no tensor and n
 """
 
 import logging
+from collections.abc import Sequence as Many
 from dataclasses import replace
 
 from daemon.config import EngineConfig
@@ -19,8 +20,9 @@ from tiers.cache import TieredCache
 from tiers.copies import HostCopy
 from tiers.host import HostTier
 from tiers.keys import token_bytes
+from tiers.landing import Landing
 from tiers.match import Match
-from tiers.residency import Lowering, Residency, Stream, StreamStats
+from tiers.residency import Below, Lowering, Residency, Stream, StreamStats
 from tiers.restore import Restore
 from tiers.tree import Node
 
@@ -85,14 +87,21 @@ class Streaming:
             return None
         return lifter.start(match.deeper.nodes)
 
-    def acquire(self, sequence: Sequence, match: Match) -> Match | None:
+    def acquire(self, sequence: Sequence, match: Match, *, may_load: bool) -> Match | None:
         """Takes what a streamed sequence holds from the start, and attaches what is known of its prompt where it lies.
 
-        Returns what it resumes from, or None with nothing held. Siblings' tails and slots are the caller's to take: for
-        each of them as many blocks as `sibling_blocks` says are left.
+        Where it may load, what has records alone begins to come to the spill. Returns what the sequence resumes from,
+        or None with nothing held. Siblings' tails and slots are the caller's to take: for each of them as many blocks
+        as `sibling_blocks` says are left.
         """
+        whole, in_memory = self._attachable(match, with_records=may_load), self._attachable(match)
+        acquired = self._acquire(sequence, whole)
+        if acquired is None and whole.resume_len > in_memory.resume_len:
+            return self._acquire(sequence, in_memory)  # the spill may be what had no room
+        return acquired
+
+    def _acquire(self, sequence: Sequence, match: Match) -> Match | None:
         request, device = sequence.request, self.device
-        match = self._attachable(match)
         known = list(match.nodes)
         total = device.blocks_for(min(request.max_len, len(sequence.token_ids) + self.growth_window))
         tail = min(TAIL_CHUNKS * self.chunk_blocks, total - len(known))
@@ -102,16 +111,18 @@ class Streaming:
         room = self.residency.most_blocks - sum(self._reserved.values())
         if tail + siblings > available or need > room:
             return None
+        landing = self._land(known)
+        if landing is None and self._on_disk(known):
+            return None
         resident = 0
         if all(node.block_id is not None for node in known):
             spare = int(self.share * (available - tail - siblings)) // self.chunk_blocks * self.chunk_blocks
             resident = max(0, min(spare, (total - len(known) - tail) // self.chunk_blocks * self.chunk_blocks))
-        stream = Stream(len(known) + resident)
+        stream = Stream(len(known) + resident, landing=landing)
         sequence.stream = stream
         self._reserved[stream] = need
         sequence.resources.hold("stream", id(stream), lambda: self._ended(stream))
-        for node in known:
-            sequence.block_table.append(self._attach(sequence, stream, node))
+        self._attach(sequence, stream, known)
         sequence.nodes = known
         sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
         if known and known[-1].checkpoint is not None:
@@ -119,10 +130,13 @@ class Streaming:
         sequence.slot = device.take_slot(sequence.resources)
         sequence.computed_len = match.resume_len
         if device.layout.slots and known and known[-1].checkpoint is None:
-            self.residency.load_state(known[-1], sequence.slot)
-            stream.has_state = True
+            if known[-1].host_state is not None:
+                self.residency.load_state(known[-1], sequence.slot)
+            stream.has_state = True  # or it comes with the landing
         if request.admitted is None:
-            request.restored_host += len(stream.below) * self._size
+            num_landing = 0 if landing is None else len(landing.extents) * self.chunk_blocks
+            request.restored_disk += num_landing * self._size
+            request.restored_host += sum(isinstance(below, HostCopy) for below in stream.below) * self._size
         return match
 
     def sibling_blocks(self, sequence: Sequence) -> int:
@@ -137,7 +151,25 @@ class Streaming:
             if sequence.stream is not None and sequence is not in_flight:
                 self._settle(sequence, sequence.stream)
 
+    def expire(self, running: list[Sequence], now: float) -> None:
+        """What has not landed in time is computed instead."""
+        for sequence in running:
+            stream = sequence.stream
+            if stream is not None and stream.landing is not None and now >= sequence.restore_until:
+                stream.has_lost = True
+
+    def lost(self, running: list[Sequence]) -> list[Sequence]:
+        """Those whose prefix did not land: nothing of it counts as cached."""
+        lost = [sequence for sequence in running if sequence.stream is not None and sequence.stream.has_lost]
+        for request in (sequence.request for sequence in lost):
+            request.restores += 1
+            if request.prefilled is None:
+                request.cached_len = request.restored_host = request.restored_disk = 0
+        return lost
+
     def _settle(self, sequence: Sequence, stream: Stream) -> None:
+        if stream.landing is not None and stream.landing.is_done:
+            self._landed(sequence, stream, stream.landing)
         if stream.lowering is not None:
             if not stream.lowering.is_done:
                 return
@@ -155,6 +187,8 @@ class Streaming:
 
     def can_run(self, sequence: Sequence) -> bool:
         """Whether the sequence's next rows have their blocks."""
+        if sequence.stream is not None and sequence.stream.landing is not None:
+            return False
         end = sequence.computed_len + 1
         if sequence.in_prompt:
             end = min(sequence.computed_len + self.device.grid, sequence.request.prompt_len)
@@ -213,26 +247,67 @@ class Streaming:
     def _size(self) -> int:
         return self.device.layout.block_size
 
-    def _attachable(self, match: Match) -> Match:
-        """The match with its deeper part, where all of that can be read in place: on the device or in the host tier."""
-        deeper = match.deeper
-        if deeper is None or self.residency.host is None:
-            return replace(match, deeper=None)
-        last = deeper.nodes[-1]
-        has_state = not self.device.layout.slots or last.checkpoint is not None or last.host_state is not None
-        if not has_state or any(node.block_id is None and node.host_block is None for node in deeper.nodes):
-            return replace(match, deeper=None)
-        return Match((*match.nodes, *deeper.nodes), deeper.resume_len, match.known_len, match.end, None)
+    def _attachable(self, match: Match, *, with_records: bool = False) -> Match:
+        """The match with its deeper part, where all of that can be read in place: on the device or in the host tier.
 
-    def _attach(self, sequence: Sequence, stream: Stream, node: Node) -> int:
-        if node.block_id is not None:
-            self.device.share_block(sequence.resources, node.block_id, node)
-            return node.block_id
-        assert node.host_block is not None
-        self.residency.hold(sequence.resources, node.host_block)
-        stream.below.append(node.host_block)
-        (block_id,) = self.residency.ids(node.host_block)
-        return block_id
+        With records, also where those on disk can come to the spill, which takes whole grid chunks.
+        """
+        deeper, lands = match.deeper, with_records and self.cache.lander is not None
+        if deeper is None:
+            return match
+        nodes, last = (*match.nodes, *deeper.nodes), deeper.nodes[-1]
+        below = last.host_state is not None or (lands and last.disk_state is not None)
+        has_state = not self.device.layout.slots or last.checkpoint is not None or below
+        chunks = [nodes[first : first + self.chunk_blocks] for first in range(0, len(nodes), self.chunk_blocks)]
+        if not has_state or not all(_is_in_memory(chunk) or (lands and _is_on_disk(chunk)) for chunk in chunks):
+            return replace(match, deeper=None)
+        return Match(nodes, deeper.resume_len, match.known_len, match.end, None)
+
+    def _on_disk(self, known: list[Node]) -> dict[int, Many[Node]]:
+        """Of a path that is attached, the grid chunks that have records alone, by position."""
+        firsts = range(0, len(known), self.chunk_blocks)
+        chunks = {first: known[first : first + self.chunk_blocks] for first in firsts}
+        return {first: chunk for first, chunk in chunks.items() if not _is_in_memory(chunk)}
+
+    def _land(self, known: list[Node]) -> Landing | None:
+        """Begins to bring what has records alone to the spill; None where there is nothing, or no room."""
+        chunks = self._on_disk(known)
+        last = known[-1] if known else None
+        is_state_below = self.device.layout.slots and last is not None and last.checkpoint is None
+        state_of = last if is_state_below and last is not None and last.host_state is None else None
+        if self.cache.lander is None or not (chunks or state_of):
+            return None
+        return self.cache.lander.start(chunks, state_of)
+
+    def _landed(self, sequence: Sequence, stream: Stream, landing: Landing) -> None:
+        """All of it has come and is the sequence's, or is lost to it."""
+        assert self.cache.lander is not None
+        stream.has_lost = not landing.is_whole
+        if stream.has_lost:
+            log.warning("%s cannot have its prefix from disk: %s", sequence.id, landing.error or landing.failed[0][2])
+        elif landing.state is not None and sequence.slot is not None:
+            self.residency.put_state(landing.state, sequence.slot)
+        for node, ref, reason in landing.failed:
+            self.cache.restorer.set_aside(node, ref, reason)
+        stream.landing = None
+        self.cache.lander.end(landing)
+
+    def _attach(self, sequence: Sequence, stream: Stream, known: list[Node]) -> None:
+        """The sequence's table begins with a known path, each block where it is, or where it will land."""
+        extents = {} if stream.landing is None else stream.landing.extents
+        for position, node in enumerate(known):
+            below: Below | None = extents.get(position - position % self.chunk_blocks)
+            if below is not None and position % self.chunk_blocks:
+                continue  # it came with the first of its chunk
+            if below is None and node.block_id is not None:
+                self.device.share_block(sequence.resources, node.block_id, node)
+                sequence.block_table.append(node.block_id)
+                continue
+            below = below or node.host_block
+            assert below is not None
+            self.residency.hold(sequence.resources, below)
+            stream.below.append(below)
+            sequence.block_table += self.residency.ids(below)
 
     def _deepest_resident(self, sequence: Sequence, stream: Stream) -> int | None:
         """Position of the last grid chunk before the tail that is on the device."""
@@ -297,6 +372,18 @@ class Streaming:
 
     def _ended(self, stream: Stream) -> None:
         del self._reserved[stream]
+        if stream.landing is not None and self.cache.lander is not None:
+            self.cache.lander.end(stream.landing)
+            stream.landing = None
         if stream.lowering is not None:
             self.residency.abandon(stream.lowering)
             stream.lowering = None
+
+
+def _is_in_memory(nodes: Many[Node]) -> bool:
+    """All on the device or in the host tier, where a forward reads them in place."""
+    return all(node.block_id is not None or node.host_block is not None for node in nodes)
+
+
+def _is_on_disk(nodes: Many[Node]) -> bool:
+    return all(node.disk_block is not None for node in nodes)

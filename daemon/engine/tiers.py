@@ -29,7 +29,6 @@ from tiers.writedown import WriteLimits
 
 DISK_BYTES = 16 << 30  # quota where none is named
 BUSY_BYTES_PER_S = 8 << 20  # of images coded beside steps on the same cores
-SPILL_STAGES = 8  # parts of a grid chunk read ahead of a forward
 SPILL_CACHE_BYTES = 32 << 20  # of the blocks that selection picks
 NUM_READERS = 2  # threads that restore; a read of many records is shared between them
 
@@ -96,7 +95,7 @@ def make_sources(cache: TieredCache, pools: DevicePools) -> Sources | None:
     assert isinstance(residency.transfer, DeviceTransfer)
     reader = None
     if residency.spill is not None:
-        reader = SpillReader(residency.spill, num_stages=SPILL_STAGES, cache_bytes=SPILL_CACHE_BYTES)
+        reader = SpillReader(residency.spill, cache_bytes=SPILL_CACHE_BYTES)
     arena = residency.transfer.arena
     planes = {} if arena is None else arena.planes(pools.layout)
     return Sources(residency.space, pools, planes, reader, pools.layout.block_parts)

@@ -38,7 +38,6 @@ LONGEST_ANSWER = 16  # tokens: more than any right one has
 CHECKPOINT_SHARE = 0.25  # of a pool, the most that the engine gives to checkpoints
 RESERVED_SLOTS = 3  # a sequence's, padding's and the shadow
 LINK_BYTES = 256 << 20  # moved to measure a link
-NUM_STAGES = 8  # as the engine reads ahead
 LINK_PLANES = 8
 
 
@@ -257,7 +256,7 @@ def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
         folder: of the file that is read.
         chunk_blocks: blocks of a grid chunk, of which one plane's part is read at a time.
     """
-    source, target = np.ones(LINK_BYTES, np.uint8), np.zeros(LINK_BYTES, np.uint8)
+    source, target = np.ones(LINK_BYTES, np.uint8), np.full(LINK_BYTES, 2, np.uint8)  # both touched
     began = time.perf_counter()
     np.copyto(target, source)
     memory = LINK_BYTES / (time.perf_counter() - began)
@@ -266,28 +265,29 @@ def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
     extent_bytes = chunk_blocks * layout.block_bytes
     num_extents = max(1, LINK_BYTES // extent_bytes)
     spill = Spill(layout, folder, chunk_blocks=chunk_blocks, num_extents=num_extents)
-    reader = SpillReader(spill, num_stages=NUM_STAGES, cache_bytes=0)
+    reader = SpillReader(spill, cache_bytes=0)
     owner = Resources("bench")
     images = [memoryview(os.urandom(layout.block_bytes)) for _ in range(chunk_blocks)]
     for _ in range(num_extents):
         extent = spill.take(owner)
         assert extent is not None
         spill.write(extent, images)
-    wanted = [(part, number) for part in layout.block_parts for number in range(num_extents)]
-    out = aligned_buffer(part_bytes * chunk_blocks)[: part_bytes * chunk_blocks]
+    # As a row's forward reads: all of one plane, then the next.
+    blocks = list(range(num_extents * chunk_blocks))
+    out = aligned_buffer(part_bytes * len(blocks))[: part_bytes * len(blocks)]
+    out[:] = bytes(len(out))
     began = time.perf_counter()
-    for part, number in wanted:
-        spill.read_unchecked(number, part, out)
+    for part in layout.block_parts:
+        spill.read_unchecked(0, part, out)
     disk_s = time.perf_counter() - began
     began = time.perf_counter()
-    reader.announce(wanted)
-    for part, number in wanted:
-        reader.fill(out, part, list(range(number * chunk_blocks, (number + 1) * chunk_blocks)))
+    reader.announce((part, number) for part in layout.block_parts for number in range(num_extents))
+    for part in layout.block_parts:
+        reader.fill(out, part, blocks)
     pipeline_s = time.perf_counter() - began
-    reader.close()
     owner.release()
     spill.close()
-    num_bytes = len(wanted) * len(out)
+    num_bytes = len(layout.block_parts) * len(out)
     return Links(memory, num_bytes / disk_s, num_bytes / pipeline_s)
 
 

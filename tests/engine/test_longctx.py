@@ -16,6 +16,7 @@ from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Invented, Oracle
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import prompt_of
+from tiers.records import RecordHead, RecordKind
 from tiers.spill import SpillError
 
 ORACLE = Oracle(INVENTED, BLOCK)
@@ -147,6 +148,84 @@ def test_what_went_below_is_written_to_disk_and_serves_after_a_restart() -> None
     assert large.tokens[("hit", 0)] == harness.tokens[("cold", 0)]
 
 
+def written_store(prompt: list[int]) -> MemoryStore:
+    """Records of a prompt's whole chunks, as an engine with a host tier leaves them."""
+    store = MemoryStore()
+    harness = small(200, store=store)
+    harness.submit("cold", prompt, 4, ignore_eos=True)
+    harness.run()
+    assert len(store.records) > LONG // BLOCK
+    return store
+
+
+@pytest.mark.parametrize("chunks", [0, 20])
+def test_records_of_a_prefix_that_no_tier_in_memory_holds_are_read_into_the_spill(chunks: int, tmp_path: Path) -> None:
+    prompt = prompt_of(LONG + 3, 5)
+    store = written_store(prompt)
+    harness = small(chunks, tmp_path, store=store)
+    harness.submit("hit", prompt, 3 * GRID, ignore_eos=True)
+    while not harness.tokens[("hit", 0)]:
+        harness.step()
+    assert harness.usage["hit"].cached_disk == LONG
+    assert below(harness, "hit") >= LONG // BLOCK
+    harness.run()
+    assert harness.tokens[("hit", 0)] == ORACLE.answer(prompt, 3 * GRID, stop_at_eos=False)
+    assert harness.engine.scheduler.meters.replayed_preemptions == 0
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("lost", ["a block", "the state", "all but the first", "the spill"])
+def test_a_prefix_that_does_not_land_is_computed(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(LONG + 3, 5)
+    store = written_store(prompt)
+    wanted = {"a block": 40, "the state": 80, "all but the first": 2, "the spill": 0}[lost]
+
+    def fails(what: str, head: RecordHead) -> Exception | None:
+        is_state = head.kind is RecordKind.CHECKPOINT
+        is_it = is_state if lost == "the state" else head.depth == wanted or (wanted == 2 and head.depth > 1)
+        return OSError("damaged") if what == "read" and is_it else None
+
+    store.fails = fails
+    harness = small(0, tmp_path, store=store)
+    residency = harness.engine.cache.residency
+    assert residency is not None
+    assert residency.spill is not None
+    write, failures = residency.spill.write, [SpillError("write: no space left")] if lost == "the spill" else []
+
+    def writing(extent: object, images: object) -> None:
+        if failures:
+            raise failures.pop()
+        write(extent, images)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(residency.spill, "write", writing)
+    harness.submit("r", prompt, 3 * GRID, ignore_eos=True)
+    harness.run()
+    assert harness.tokens[("r", 0)] == ORACLE.answer(prompt, 3 * GRID, stop_at_eos=False)
+    assert harness.usage["r"].cached_disk == 0
+    assert not harness.rejected
+    disk = harness.engine.cache.disk
+    assert disk is not None
+    assert (disk.stats.verify_failures > 0) is (lost != "the spill")
+    harness.assert_idle_books()
+
+
+def test_who_leaves_while_its_prefix_lands_leaves_nothing(tmp_path: Path) -> None:
+    prompt = prompt_of(LONG + 3, 5)
+    harness = small(0, tmp_path, store=written_store(prompt), slow=random.Random(1))
+    lander, num_landing = harness.engine.cache.lander, 0
+    assert lander is not None
+    for number in range(20):
+        harness.submit(f"r{number}", prompt, 4, ignore_eos=True)
+        for _ in range(number):
+            harness.step()
+        num_landing += any(not landing.is_done for landing in lander.in_flight)
+        harness.engine.handle(Abort(f"r{number}"))
+        harness.engine.check()
+    assert num_landing > 5
+    harness.run()
+    harness.assert_idle_books()
+
+
 def test_small_ones_run_beside_it_and_it_gives_way(tmp_path: Path) -> None:
     harness = small(300, tmp_path, stream_share=1.0)
     giant, others = prompt_of(LONG + 3, 5), [prompt_of(2 * GRID + i, 60 + i) for i in range(4)]
@@ -259,10 +338,10 @@ def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
     assert spill is not None
     read, failures = spill.read, [SpillError("read: the disk is gone")]
 
-    def failing(blocks: object, part: object, out: object) -> None:
+    def failing(block: object, part: object, out: object) -> None:
         if failures:
             raise failures.pop()
-        read(blocks, part, out)  # type: ignore[arg-type]
+        read(block, part, out)  # type: ignore[arg-type]
 
     monkeypatch.setattr(spill, "read", failing)
     sent = list(harness.tokens[("r", 0)])

@@ -24,7 +24,7 @@ LENGTHS = (NUM_CHUNKS * GRID - 1, NUM_CHUNKS * GRID, NUM_CHUNKS * GRID + 5)
 def test_a_sequence_larger_than_the_device_has_the_bytes_of_a_resident_one(family: str, tmp_path: Path) -> None:
     rng = random.Random(f"{family} {first_seed()}")
     tier, share = rng.choice(TIERS), rng.choice((0.0, rng.random() / 2))
-    seen = compare_with_resident(Case(family, rng.choice(DTYPES), rng.choice(LENGTHS), share), (tier,), tmp_path)
+    seen = compare_with_resident([Case(family, rng.choice(DTYPES), rng.choice(LENGTHS), share)], (tier,), tmp_path)
     assert seen[tier] > GRID
 
 
@@ -83,13 +83,13 @@ def test_blocks_that_are_lost_below_come_back_byte_for_byte(tmp_path: Path, monk
     assert spill is not None
     read, failed_at = spill.read, list[int]()
 
-    def failing(blocks: list[int], part: Part, out: memoryview) -> None:
+    def failing(block: int, part: Part, out: memoryview) -> None:
         running = probe.engine.scheduler.running
         length = running[0].computed_len if running else 0
         if length > ((NUM_CHUNKS - 2) * GRID, len(prompt) + 3, 1 << 30)[len(failed_at)]:
             failed_at.append(length)
             raise SpillError("read: the disk is gone")
-        read(blocks, part, out)
+        read(block, part, out)
 
     monkeypatch.setattr(spill, "read", failing)
     draws = probe.serve(prompt, 12)

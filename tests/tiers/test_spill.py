@@ -2,13 +2,13 @@
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.campaigns.budget import seeds
-from tiers.layout import Part, Plane, StateLayout
+from tiers.layout import Plane, StateLayout
 from tiers.resources import Resources
 from tiers.spill import Spill, SpillError
 from tiers.spill_reader import SpillReader
@@ -54,15 +54,20 @@ def expected(images: list[bytes], name: str, blocks: list[int]) -> bytes:
 
 
 def read(spill: Spill, name: str, blocks: list[int]) -> bytes:
+    """Neighbours, as they lie."""
     part = LAYOUT.block_parts[NAMES.index(name)]
     out = bytearray(part.num_bytes * len(blocks))
-    spill.read(blocks, part, memoryview(out))
+    spill.read(blocks[0], part, memoryview(out))
     return bytes(out)
 
 
-def some_blocks(rng: random.Random) -> list[int]:
+def neighbours(rng: random.Random) -> list[int]:
     first = rng.randrange(CHUNK * NUM_EXTENTS)
-    together = list(range(first, rng.randint(first, CHUNK * NUM_EXTENTS - 1) + 1))
+    return list(range(first, rng.randint(first, CHUNK * NUM_EXTENTS - 1) + 1))
+
+
+def some_blocks(rng: random.Random) -> list[int]:
+    together = neighbours(rng)
     return together if rng.random() < 0.5 else rng.sample(range(CHUNK * NUM_EXTENTS), len(together))
 
 
@@ -70,7 +75,7 @@ def test_what_is_read_is_what_was_written(spill: Spill) -> None:
     rng = random.Random(1)
     images = fill(spill, rng, Resources("r"))
     for _ in range(200):
-        name, blocks = rng.choice(NAMES), some_blocks(rng)
+        name, blocks = rng.choice(NAMES), neighbours(rng)
         assert read(spill, name, blocks) == expected(images, name, blocks)
     assert spill.kept_bytes == spill.num_blocks * 2 * 16 * 2, "index keys are in memory"
 
@@ -81,25 +86,29 @@ def test_every_flipped_bit_is_seen_by_whoever_reads_it(spill: Spill) -> None:
     for _ in range(40):
         part = rng.choice([part for part in LAYOUT.block_parts if not spill.is_kept(part)])
         block, byte = rng.randrange(CHUNK * NUM_EXTENTS), rng.randrange(part.num_bytes)
-        extent, within = divmod(block, CHUNK)
-        at = extent * spill.extent_bytes + part.offset * CHUNK + within * part.num_bytes + byte
+        extent = block // CHUNK
+        at = spill.place(part, block) + byte
         (old,) = os.pread(spill.fileno(), 1, at)
         os.pwrite(spill.fileno(), bytes([old ^ 1 << rng.randrange(8)]), at)
         whole = list(range(extent * CHUNK, (extent + 1) * CHUNK))
-        for blocks in ([block], whole):
+        around = [n for n in (whole[0] - 1, *whole, whole[-1] + 1) if 0 <= n < CHUNK * NUM_EXTENTS]
+        for blocks in ([block], whole, around):
             with pytest.raises(SpillError, match="checksum"):
                 read(spill, part.name, blocks)
-        others = [other for other in whole if other != block]
-        assert read(spill, part.name, others) == expected(images, part.name, others)
+        for other in whole:
+            if other != block:
+                assert read(spill, part.name, [other]) == expected(images, part.name, [other])
         os.pwrite(spill.fileno(), bytes([old]), at)
 
 
 def test_a_file_that_became_shorter_is_an_error(spill: Spill) -> None:
     fill(spill, random.Random(3), Resources("r"))
-    os.ftruncate(spill.fileno(), spill.extent_bytes)
-    assert len(read(spill, NAMES[0], [0, 1, 2])) > 0
-    with pytest.raises(SpillError, match="the file ends"):
-        read(spill, NAMES[0], [CHUNK])
+    last = LAYOUT.block_parts[-1]
+    os.ftruncate(spill.fileno(), spill.place(last, CHUNK))
+    assert len(read(spill, last.name, [0, 1, 2])) > 0
+    for blocks in ([CHUNK], [2, 3]):
+        with pytest.raises(SpillError, match="the file ends"):
+            read(spill, last.name, blocks)
 
 
 def test_an_extent_is_free_when_its_last_owner_has_gone(spill: Spill) -> None:
@@ -120,7 +129,7 @@ def test_any_forecast_gives_the_bytes_that_were_written(seed: int, spill: Spill)
     """Right ones, wrong ones, those of a forward that was dropped half-way."""
     rng = random.Random(seed)
     images = fill(spill, rng, Resources("r"))
-    reader = SpillReader(spill, num_stages=rng.randint(0, 4), cache_bytes=1 << 20)
+    reader = SpillReader(spill, ahead_bytes=rng.randint(0, 20_000), cache_bytes=1 << 20)
     every = [(part, extent) for part in LAYOUT.block_parts for extent in range(NUM_EXTENTS)]
     for _ in range(20):
         forecast = every if rng.random() < 0.5 else rng.sample(every, rng.randint(0, len(every)))
@@ -128,32 +137,43 @@ def test_any_forecast_gives_the_bytes_that_were_written(seed: int, spill: Spill)
         wanted = every if rng.random() < 0.7 else rng.sample(every, len(every))
         for part, extent in wanted[: rng.randint(1, len(wanted))]:
             blocks = [extent * CHUNK + within for within in sorted(rng.sample(range(CHUNK), rng.randint(1, CHUNK)))]
+            blocks += some_blocks(rng) if rng.random() < 0.3 else []
             out = bytearray(part.num_bytes * len(blocks))
             reader.fill(memoryview(out), part, blocks)
             assert bytes(out) == expected(images, part.name, blocks)
-    reader.close()
 
 
-def test_parts_are_taken_from_the_ring_where_the_forecast_was_right(spill: Spill) -> None:
-    fill(spill, random.Random(4), Resources("r"))
-    reader = SpillReader(spill, num_stages=2, cache_bytes=0)
-    part = LAYOUT.block_parts[0]
-    reader.announce((part, extent) for extent in range(NUM_EXTENTS))
-    while reader.num_staged < 2:  # the ring is full
-        pass
-    for extent in range(NUM_EXTENTS):
-        blocks = [extent * CHUNK + within for within in range(CHUNK)]
-        reader.fill(memoryview(bytearray(part.num_bytes * CHUNK)), part, blocks)
-    assert reader.counts.staged >= 2
-    assert reader.counts.staged + reader.counts.direct == NUM_EXTENTS
-    reader.close()
+def test_what_a_forward_announced_is_asked_of_the_disk_before_it_is_wanted(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far ahead as allowed, whatever was passed over, and neighbours in one piece."""
+    images = fill(spill, random.Random(4), Resources("r"))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, num_bytes, advice: asked.append((at, num_bytes)))
+    keys, _, _, latents = LAYOUT.block_parts
+    one = CHUNK * keys.num_bytes
+    reader = SpillReader(spill, ahead_bytes=NUM_EXTENTS * one + 1, cache_bytes=0)
+    extents = [0, 1, 3, 4, 2]
+    reader.announce((part, extent) for part in (keys, latents) for extent in extents)
+    latent = CHUNK * latents.num_bytes
+    expect = [(spill.place(keys, 0), 2 * one), (spill.place(keys, 3 * CHUNK), 2 * one), (spill.place(keys, 6), one)]
+    expect += [(spill.place(latents, 0), 2 * latent)]
+    assert asked == expect
+    blocks = [extent * CHUNK + within for extent in extents[2:] for within in range(CHUNK)]
+    out = bytearray(len(blocks) * keys.num_bytes)
+    reader.fill(memoryview(out), keys, blocks)
+    assert bytes(out) == expected(images, keys.name, blocks)
+    assert asked[4:] == [(spill.place(latents, 3 * CHUNK), 2 * latent), (spill.place(latents, 6), latent)]
+    assert (reader.counts.foreseen, reader.counts.unforeseen) == (2, 0)
+    reader.fill(memoryview(out)[:one], keys, [0, 1, 2])
+    assert (reader.counts.foreseen, reader.counts.unforeseen) == (2, 1)
 
 
-def test_a_read_ahead_that_failed_fails_whoever_wants_it_and_nobody_else(spill: Spill) -> None:
+def test_a_piece_that_is_broken_fails_whoever_wants_it_and_nobody_else(spill: Spill) -> None:
     images = fill(spill, random.Random(5), Resources("r"))
     part = LAYOUT.block_parts[0]
-    os.pwrite(spill.fileno(), b"\xff" * 64, part.offset * CHUNK)
-    reader = SpillReader(spill, num_stages=4, cache_bytes=0)
+    os.pwrite(spill.fileno(), b"\xff" * 64, spill.place(part, 0))
+    reader = SpillReader(spill, cache_bytes=0)
     for _ in range(3):
         reader.announce([(part, 0), (part, 1)])
         with pytest.raises(SpillError):
@@ -161,54 +181,3 @@ def test_a_read_ahead_that_failed_fails_whoever_wants_it_and_nobody_else(spill: 
         out = bytearray(part.num_bytes * CHUNK)
         reader.fill(memoryview(out), part, [3, 4, 5])
         assert bytes(out) == expected(images, part.name, [3, 4, 5])
-    reader.close()
-
-
-def test_the_thread_that_reads_ahead_outlives_whatever_a_read_raises(
-    spill: Spill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = fill(spill, random.Random(5), Resources("r"))
-    part = LAYOUT.block_parts[0]
-    reader = SpillReader(spill, num_stages=1, cache_bytes=0)
-    errors, read_part = [MemoryError("none left")], spill.read
-
-    def failing(blocks: Sequence[int], part: Part, out: memoryview) -> None:
-        if errors:
-            raise errors.pop()
-        read_part(blocks, part, out)
-
-    monkeypatch.setattr(spill, "read", failing)
-    reader.announce([(part, 0), (part, 1)])
-    while not reader.num_staged:  # it has begun
-        pass
-    with pytest.raises(SpillError, match="none left"):
-        reader.fill(memoryview(bytearray(part.num_bytes * CHUNK)), part, [0, 1, 2])
-    out = bytearray(part.num_bytes * CHUNK)
-    reader.fill(memoryview(out), part, [3, 4, 5])
-    assert bytes(out) == expected(images, part.name, [3, 4, 5])
-    assert reader.counts.staged + reader.counts.direct == 1
-    reader.close()
-
-
-def test_picked_blocks_are_read_once_and_never_stale(spill: Spill) -> None:
-    rng, owner = random.Random(6), Resources("r")
-    images = fill(spill, rng, owner)
-    part = LAYOUT.block_parts[0]
-    reader = SpillReader(spill, num_stages=0, cache_bytes=4 * part.num_bytes)
-
-    def pick(blocks: list[int]) -> tuple[bytes, int]:
-        out = bytearray(part.num_bytes * len(blocks))
-        num_missed = reader.pick(memoryview(out), part, blocks)
-        return bytes(out), num_missed
-
-    assert pick([7, 2]) == (expected(images, part.name, [7, 2]), 2)
-    assert pick([2, 7, 9]) == (expected(images, part.name, [2, 7, 9]), 1)
-    assert pick([0, 1, 3, 4])[1] == 4, "a cache of four parts holds four"
-    assert pick([2])[1] == 1
-    owner.drop("spill extent", 0)
-    again = spill.take(owner)
-    assert again is not None
-    assert again.number == 0
-    spill.write(again, [memoryview(rng.randbytes(LAYOUT.block_bytes)) for _ in range(CHUNK)])
-    assert pick([2])[0] == read(spill, part.name, [2]) != expected(images, part.name, [2])
-    reader.close()
