@@ -181,3 +181,26 @@ def test_a_piece_that_is_broken_fails_whoever_wants_it_and_nobody_else(spill: Sp
         out = bytearray(part.num_bytes * CHUNK)
         reader.fill(memoryview(out), part, [3, 4, 5])
         assert bytes(out) == expected(images, part.name, [3, 4, 5])
+
+
+def test_picked_blocks_are_read_once_and_never_stale(spill: Spill) -> None:
+    rng, owner = random.Random(6), Resources("r")
+    images = fill(spill, rng, owner)
+    part = LAYOUT.block_parts[0]
+    reader = SpillReader(spill, cache_bytes=4 * part.num_bytes)
+
+    def pick(blocks: list[int]) -> tuple[bytes, int]:
+        out = bytearray(part.num_bytes * len(blocks))
+        num_missed = reader.pick(memoryview(out), part, blocks)
+        return bytes(out), num_missed
+
+    assert pick([7, 2]) == (expected(images, part.name, [7, 2]), 2)
+    assert pick([2, 7, 9]) == (expected(images, part.name, [2, 7, 9]), 1)
+    assert pick([0, 1, 3, 4])[1] == 4, "a cache of four parts holds four"
+    assert pick([2])[1] == 1
+    owner.drop("spill extent", 0)
+    again = spill.take(owner)
+    assert again is not None
+    assert again.number == 0
+    spill.write(again, [memoryview(rng.randbytes(LAYOUT.block_bytes)) for _ in range(CHUNK)])
+    assert pick([2])[0] == read(spill, part.name, [2]) != expected(images, part.name, [2])
