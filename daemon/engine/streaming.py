@@ -113,6 +113,8 @@ class Streaming:
         for node in known:
             sequence.block_table.append(self._attach(sequence, stream, node))
         sequence.nodes = known
+        if known:
+            device.tree.use(known[-1])
         sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
         if known and known[-1].checkpoint is not None:
             device.hold_state(sequence.resources, known[-1])
