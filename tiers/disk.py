@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tiers.device import DeviceTier
 from tiers.eviction import EvictionOrder
-from tiers.health import StoreHealth
+from tiers.health import StoreHealth, StoreState
 from tiers.index import Pin, Quota
 from tiers.keys import Provenance, block_key, root_key
 from tiers.meters import EvictionReason, TierMeters
@@ -335,6 +335,12 @@ class DiskTier:
     def takes_writes(self) -> bool:
         """The store is in order."""
         return self.store.takes_writes
+
+    @property
+    def gives_reads(self) -> bool:
+        """A read would be tried now. Where it would not, records are good for later: they must not be set aside."""
+        health = self.store.health
+        return health.state is not StoreState.DEGRADED or health.retry_in_s == 0
 
     def take_in(self, node: Node, ref: RecordRef, *, is_state: bool) -> bool:
         """A record has been committed; False where it has no place: there is one already, or a gap above it."""

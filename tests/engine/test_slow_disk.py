@@ -25,8 +25,9 @@ from tests.engine.test_storms import state_of
 from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tests.sim.files import SimFiles, fail_with
 from tests.tiers.stores import du
+from tiers.health import StoreHealth, StoreState
 from tiers.mover import ThreadMover
-from tiers.records import Identity
+from tiers.records import Flaw, Identity, RecordFlaw
 from tiers.store import DiskStore, StoreLimits
 
 NUM_REQUESTS = 240
@@ -194,4 +195,24 @@ def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
     prefixes.unpin(node)
     harness.run()
     assert not store.pinned, "at the next start it would be pinned again"
+    harness.assert_idle_books()
+
+
+def test_records_outlive_a_disk_that_does_not_read_for_a_while() -> None:
+    store = MemoryStore()
+    harness = Harness(store=store)
+    prompt = prompt_of(4 * GRID + 1)
+    serve(harness, "beginning", prompt[: 2 * GRID + 1])
+    serve(harness, "all of it", prompt)
+    forget_device(harness)
+    num_records = store.num_records
+    store.fails = lambda what, head: RecordFlaw(Flaw.REFUSED, "the disk failed lately") if what == "read" else None
+    store.health = StoreHealth(StoreState.DEGRADED, "late", 5.0)  # type: ignore[misc]
+    serve(harness, "computed", prompt[: 2 * GRID + 1])  # what goes on from there would be lost with it
+    assert harness.usage["computed"].cached_disk == 0
+    forget_device(harness)
+    assert store.num_records == num_records
+    store.fails, store.health = (lambda what, head: None), StoreHealth(StoreState.OK, "", 0.0)  # type: ignore[misc]
+    serve(harness, "loaded", prompt)
+    assert harness.usage["loaded"].cached_disk == 4 * GRID
     harness.assert_idle_books()
