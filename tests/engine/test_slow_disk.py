@@ -10,6 +10,8 @@ import random
 import time
 from array import array
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from tests.engine.memory_store import MemoryStore
 from tests.engine.test_storms import state_of
 from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tests.sim.files import SimFiles, fail_with
-from tests.tiers.stores import du
+from tests.tiers.stores import chain, du
+from tiers.errors import StoreFull
 from tiers.health import StoreHealth, StoreState
 from tiers.mover import ThreadMover
 from tiers.records import Flaw, Identity, RecordFlaw
@@ -216,3 +219,25 @@ def test_records_outlive_a_disk_that_does_not_read_for_a_while() -> None:
     serve(harness, "loaded", prompt)
     assert harness.usage["loaded"].cached_disk == 4 * GRID
     harness.assert_idle_books()
+
+
+def test_records_that_this_engine_cannot_use_make_room_for_its_own(tmp_path: Path) -> None:
+    """As after an upgrade of what computes: the directory is full of what nobody reads any more."""
+    older, patient = Identity(IDENTITY.fingerprint, b"o" * 32, IDENTITY.layout), replace(LIMITS, read_stall_s=20)
+    store = DiskStore.open(tmp_path / "disk", older, quota_bytes=QUOTA_BYTES, limits=patient)
+    with suppress(StoreFull):
+        for seed in range(1000):
+            store.write([item.pair for item in chain(16, seed=seed, identity=older)])
+    store.close()
+    store = DiskStore.open(tmp_path / "disk", IDENTITY, quota_bytes=QUOTA_BYTES, limits=patient)
+    before = store.unreadable_bytes
+    harness = Harness(store=store)  # type: ignore[arg-type]
+    prompt = prompt_of(4 * GRID + 1)
+    serve(harness, "first", prompt)
+    forget_device(harness)
+    serve(harness, "again", prompt)
+    assert harness.usage["again"].cached_disk == 4 * GRID
+    assert 0 <= store.unreadable_bytes < before
+    assert du(tmp_path / "disk") <= QUOTA_BYTES
+    harness.engine.check()
+    harness.engine.close()
