@@ -167,7 +167,7 @@ class TieredCache:
     def weigh(self, match: Match) -> Verdict | None:
         """Whether to load what is below the device or to compute it; None where nothing is below.
 
-        The slowest tier that has a part of it decides.
+        The slowest tier that has a part of it decides. A disk that does not read now is not asked.
         """
         if match.deeper is None:
             return None
@@ -181,6 +181,8 @@ class TieredCache:
             num_bytes["host" if last.host_state is not None else "disk"] += self.state_bytes_in(last)
         slowest = "disk" if num_bytes.get("disk") else "host"
         verdict = self.gates[slowest].decide(sum(num_bytes.values()), flops)
+        if slowest == "disk" and self.disk is not None and not self.disk.gives_reads:
+            return replace(verdict, is_load=False, deadline_s=None)
         return verdict if self.costs.is_gated else replace(verdict, is_load=True, deadline_s=None)
 
     def refused(self, match: Match) -> None:

@@ -5,114 +5,24 @@ stays whole: a block's record may go when no block below it has one, a state's a
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tiers.device import DeviceTier
 from tiers.eviction import EvictionOrder
-from tiers.health import StoreHealth
-from tiers.index import Pin, Quota
+from tiers.health import StoreState
 from tiers.keys import Provenance, block_key, root_key
 from tiers.meters import EvictionReason, TierMeters
 from tiers.mover import Job, Mover, Priority
-from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
+from tiers.record_store import RecordStore
+from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.tree import Node
 from tiers.worth import DISK
 
+RECLAIM_BYTES = 64 << 20  # at least, of records that nobody can use: looking for them costs the same for few and many
 HEADER_BYTES = 8 << 10  # of a record beside its image, at the most: header, and padding to the next sector
 
 log = logging.getLogger("downcore.tiers")
-
-
-class RecordStore(Protocol):
-    """What holds the records; tiers/store.py keeps them on disk. Called on I/O threads, but for the properties."""
-
-    @property
-    def takes_writes(self) -> bool:
-        """It is in order: not degraded, not read-only."""
-        ...
-
-    @property
-    def usage_bytes(self) -> int:
-        """What du says of it."""
-        ...
-
-    def entries(self) -> Iterator[StoredRecord]:
-        """Every committed record that this engine may read, parents before children."""
-        ...
-
-    @property
-    def num_records(self) -> int:
-        """Committed records, those of other models too."""
-        ...
-
-    @property
-    def num_quarantined(self) -> int:
-        """Records that are not touched any more, and not deleted yet."""
-        ...
-
-    @property
-    def quota_bytes(self) -> int:
-        """What `usage_bytes` never exceeds."""
-        ...
-
-    @property
-    def health(self) -> StoreHealth:
-        """For people."""
-        ...
-
-    def reserve_bytes(self, num_records: int) -> int:
-        """What a write of so many records needs of the quota beside their own bytes."""
-        ...
-
-    def touch(self, refs: Sequence[RecordRef], last_use: int) -> None:
-        """Records were used, at a second of the epoch. Cheap: it is kept with the next change."""
-        ...
-
-    def write(self, records: Sequence[tuple[RecordHead, memoryview]], *, last_use: int = 0) -> list[RecordRef]:
-        """Makes images durable, all of them or none."""
-        ...
-
-    def read(self, requests: Sequence[tuple[RecordHead, RecordRef, memoryview]]) -> Sequence[Exception | None]:
-        """Reads, checks and decodes records into buffers of their images' sizes; of each, why not."""
-        ...
-
-    def delete(self, refs: Sequence[RecordRef]) -> None:
-        """Forgets records durably; their room comes back once nobody reads them."""
-        ...
-
-    def other_profile_keys(self) -> frozenset[bytes]:
-        """Keys of blocks that only another numerics profile has."""
-        ...
-
-    def pins(self) -> list[Pin]:
-        """Every pin that was set."""
-        ...
-
-    def set_pin(self, pin: Pin) -> None:
-        """Adds a pin, or changes when it ends. Durable on return."""
-        ...
-
-    def remove_pin(self, namespace: str, key: bytes) -> bool:
-        """Whether there was one."""
-        ...
-
-    def quotas(self) -> list[Quota]:
-        """Those of namespaces."""
-        ...
-
-    def set_quota(self, quota: Quota) -> None:
-        """Adds or changes a namespace's quota. Durable on return."""
-        ...
-
-    def remove_quota(self, namespace: str) -> bool:
-        """Whether there was one."""
-        ...
-
-    def close(self) -> None:
-        """Gives the directory back."""
-        ...
 
 
 @dataclass(slots=True)
@@ -159,6 +69,7 @@ class DiskTier:
         self.appraiser = device.appraiser
         self.other_profile: frozenset[bytes] = frozenset()  # keys of blocks that another machine computed
         self._num_foreign = store.num_records  # records that this engine cannot read
+        self._foreign_bytes = 0  # of them, those that no write has planned to reclaim
         self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
         self._records: dict[RecordRef, tuple[Node, bool]] = {}  # bool: of the checkpoint
 
@@ -262,6 +173,7 @@ class DiskTier:
             (self.set_state if is_state else self.set_block)(node, ref)
         self.other_profile = self.store.other_profile_keys()
         self._num_foreign = self.store.num_records - len(self._records) - len(self.garbage)
+        self._foreign_bytes = self.store.unreadable_bytes
         return len(found)
 
     def set_block(self, node: Node, ref: RecordRef) -> None:
@@ -336,6 +248,12 @@ class DiskTier:
         """The store is in order."""
         return self.store.takes_writes
 
+    @property
+    def gives_reads(self) -> bool:
+        """A read would be tried now. Where it would not, records are good for later: they must not be set aside."""
+        health = self.store.health
+        return health.state is not StoreState.DEGRADED or health.retry_in_s == 0
+
     def take_in(self, node: Node, ref: RecordRef, *, is_state: bool) -> bool:
         """A record has been committed; False where it has no place: there is one already, or a gap above it."""
         assert node.parent is not None
@@ -354,16 +272,29 @@ class DiskTier:
         log.warning("%d records not written: %s", num_records, error)
         self.stats.dropped_writes += num_records
 
-    def make_room(self, image_bytes: int, num_records: int) -> bool:
-        """Drops the least worthwhile stops until these images fit, however badly they code, without the garbage."""
+    def make_room(self, image_bytes: int, num_records: int) -> int:
+        """Sees to it that these images fit, however badly they code, without the garbage.
+
+        What this engine cannot use goes first, then its own least worthwhile stops. Where even that is not enough, the
+        store says that it is full.
+
+        Returns: bytes of the former that the store is to reclaim before it writes; `reclaimed` is told of them.
+        """
         num_bytes = image_bytes + num_records * HEADER_BYTES + self.store.reserve_bytes(num_records)
         free = self.store.quota_bytes - self.store.usage_bytes + sum(ref.stored_bytes for ref in self.garbage)
+        reclaim_bytes = min(max(num_bytes - free, RECLAIM_BYTES), self._foreign_bytes) if free < num_bytes else 0
+        self._foreign_bytes -= reclaim_bytes
+        free += reclaim_bytes
         while free < num_bytes:
             node = self.order.pop(self.tree.time_s)
             if node is None:
-                return False
+                break
             free += self._evict(node)
-        return True
+        return reclaim_bytes
+
+    def reclaimed(self, num_records: int) -> None:
+        """So many records that this engine could not use are gone."""
+        self._num_foreign -= num_records
 
     def keep_garbage(self, refs: list[RecordRef]) -> None:
         """They could not be deleted."""

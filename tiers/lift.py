@@ -77,7 +77,7 @@ class Lifter:
         return lift
 
     def _load(self, resources: Resources, node: Node, *, is_state: bool) -> Load | None:
-        ref = node.disk_state if is_state else node.disk_block
+        ref = (node.disk_state if is_state else node.disk_block) if self.disk.gives_reads else None
         num_bytes = self.layout.slot_bytes if is_state else self.layout.block_bytes
         chunks = None if ref is None else self.host.take_for(resources, self.host.chunks_for(num_bytes))
         if ref is None or chunks is None:

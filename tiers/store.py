@@ -191,8 +191,16 @@ class DiskStore:
         fingerprint = self.identity.fingerprint
         return frozenset(self._changes.ask(lambda: self._keeper.index.other_profile_keys(self._own_id, fingerprint)))
 
-    def reclaim_unreadable(self, num_bytes: int) -> int:
-        """Deletes records that this identity can not use, least recently used first, up to so many bytes; how many."""
+    @property
+    def unreadable_bytes(self) -> int:
+        """Of all records that `unreadable` tells of."""
+        return sum(other.stored_bytes for other in self.unreadable())
+
+    def reclaim_unreadable(self, num_bytes: int) -> list[RecordRef]:
+        """Deletes records that this identity can not use, least recently used first, until so many bytes are gone.
+
+        Returns: those records.
+        """
 
         def choose() -> list[RecordRef]:
             chosen: list[RecordRef] = []
@@ -206,7 +214,7 @@ class DiskStore:
 
         chosen = self._changes.ask(choose)
         self.delete(chosen)
-        return sum(ref.stored_bytes for ref in chosen)
+        return chosen
 
     def write(self, records: Sequence[tuple[RecordHead, memoryview]], *, last_use: int = 0) -> list[RecordRef]:
         """Makes images durable, all of them or none, in one commit. A record of the same key is replaced.

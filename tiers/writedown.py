@@ -249,14 +249,18 @@ class WriteDown:
         fence = self.transfer.fence()
         disk, last_use = self.disk, int(self.device.tree.time_s)
         garbage: list[RecordRef] = []
+        reclaimed: list[RecordRef] = []
+        reclaim_bytes = 0
         if disk is not None and any(write.head is not None for write in batch.writes):
-            disk.make_room(batch.num_bytes, len(batch.writes))  # where it cannot, the store says that it is full
+            reclaim_bytes = disk.make_room(batch.num_bytes, len(batch.writes))
             garbage = disk.take_garbage()
 
         def work() -> None:
             began = time.perf_counter()
             if disk is not None and garbage:
                 disk.store.delete(garbage)
+            if disk is not None and reclaim_bytes:
+                reclaimed.extend(disk.store.reclaim_unreadable(reclaim_bytes))
             records: list[tuple[RecordHead, memoryview]] = []
             for write in batch.writes:
                 image = self._image(write, fence)
@@ -269,6 +273,8 @@ class WriteDown:
         def done(error: Exception | None) -> None:
             if disk is not None and error is not None:
                 disk.keep_garbage(garbage)  # deleting again what is gone already harms nobody
+            if disk is not None:
+                disk.reclaimed(len(reclaimed))
             self._done(batch, error)
 
         return Job(Priority.WRITE_DOWN, work, done)

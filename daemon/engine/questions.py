@@ -43,10 +43,10 @@ from daemon.engine.scrub import Scrubs
 from daemon.engine.warming import NOTHING_PINS
 from daemon.errors import ErrorReason
 from daemon.kv_messages import KvToFront, KvUnwatch, KvWatch
-from tiers.disk import RecordStore
 from tiers.index import Quota
 from tiers.match import MatchEnd
 from tiers.prefixes import Bytes, PinnedError, Prefixes
+from tiers.record_store import RecordStore
 from tiers.tree import Node, with_those_above
 
 Answerable = (

@@ -124,6 +124,8 @@ class Streaming:
         sequence.resources.hold("stream", id(stream), lambda: self._ended(stream))
         self._attach(sequence, stream, known)
         sequence.nodes = known
+        if known:
+            device.tree.use(known[-1])
         sequence.block_table += device.take_blocks(sequence.resources, resident + tail)
         if known and known[-1].checkpoint is not None:
             device.hold_state(sequence.resources, known[-1])

@@ -9,7 +9,7 @@ from daemon.sizing import Division
 from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
 from tiers.device_transfer import DeviceTransfer
-from tiers.disk import DiskTier, RecordStore
+from tiers.disk import DiskTier
 from tiers.eviction import LRU, Weights
 from tiers.flops import ComputeCost
 from tiers.gate import PrefillSpeed
@@ -17,6 +17,7 @@ from tiers.host import HostTier
 from tiers.layout import StateLayout
 from tiers.mover import Mover
 from tiers.pools import DevicePools, HostArena
+from tiers.record_store import RecordStore
 from tiers.records import Identity
 from tiers.shadow import CacheShape
 from tiers.spill import Spill

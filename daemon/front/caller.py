@@ -9,8 +9,6 @@ from daemon.errors import ErrorReason, RequestError
 from daemon.front.limits import QueuedTokens, Use
 from daemon.front.principals import Principal, Scope
 
-DEFAULT_NAMESPACE = "default"
-
 
 def local_principal(namespace: str) -> Principal:
     """Whoever reaches a listener that only the daemon's own user can reach."""

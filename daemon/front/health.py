@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2 as pb
 
 from daemon.errors import ErrorReason, RequestError
 
-SERVICE_NAME = "grpc.health.v1.Health"
 LIVE = "live"
 MAX_WATCHERS = 256
 

@@ -67,6 +67,11 @@ class MemoryStore:
     def other_profile_keys(self) -> frozenset[bytes]:
         return frozenset()
 
+    unreadable_bytes = 0
+
+    def reclaim_unreadable(self, num_bytes: int) -> list[RecordRef]:
+        raise AssertionError("there are none")
+
     def pins(self) -> list[Pin]:
         return list(self.pinned.values())
 

@@ -122,6 +122,8 @@ def test_a_prompt_that_went_below_is_a_prefix_for_the_next(tmp_path: Path) -> No
         harness.run()
         assert harness.tokens[(name, 0)] == ORACLE.answer(prompt, 4, stop_at_eos=False)
     assert harness.usage["cold"].cached_host == 0
+    last = harness.device.walk(prompt, "")[LONG // BLOCK - 1]
+    assert last.hits == 1, "what is used is not what goes first"
     usage = harness.usage["hit"]
     assert usage.cached_host + usage.cached_device == LONG
     assert usage.cached_host > LONG // 2

@@ -10,6 +10,8 @@ import random
 import time
 from array import array
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from tests.engine.memory_store import MemoryStore
 from tests.engine.test_storms import state_of
 from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tests.sim.files import SimFiles, fail_with
-from tests.tiers.stores import du
+from tests.tiers.stores import chain, du
+from tiers.errors import StoreFull
+from tiers.health import StoreHealth, StoreState
 from tiers.mover import ThreadMover
-from tiers.records import Identity
+from tiers.records import Flaw, Identity, RecordFlaw
 from tiers.store import DiskStore, StoreLimits
 
 NUM_REQUESTS = 240
@@ -195,3 +199,45 @@ def test_a_pin_whose_records_are_damaged_leaves_nothing_pinned() -> None:
     harness.run()
     assert not store.pinned, "at the next start it would be pinned again"
     harness.assert_idle_books()
+
+
+def test_records_outlive_a_disk_that_does_not_read_for_a_while() -> None:
+    store = MemoryStore()
+    harness = Harness(store=store)
+    prompt = prompt_of(4 * GRID + 1)
+    serve(harness, "beginning", prompt[: 2 * GRID + 1])
+    serve(harness, "all of it", prompt)
+    forget_device(harness)
+    num_records = store.num_records
+    store.fails = lambda what, head: RecordFlaw(Flaw.REFUSED, "the disk failed lately") if what == "read" else None
+    store.health = StoreHealth(StoreState.DEGRADED, "late", 5.0)  # type: ignore[misc]
+    serve(harness, "computed", prompt[: 2 * GRID + 1])  # what goes on from there would be lost with it
+    assert harness.usage["computed"].cached_disk == 0
+    forget_device(harness)
+    assert store.num_records == num_records
+    store.fails, store.health = (lambda what, head: None), StoreHealth(StoreState.OK, "", 0.0)  # type: ignore[misc]
+    serve(harness, "loaded", prompt)
+    assert harness.usage["loaded"].cached_disk == 4 * GRID
+    harness.assert_idle_books()
+
+
+def test_records_that_this_engine_cannot_use_make_room_for_its_own(tmp_path: Path) -> None:
+    """As after an upgrade of what computes: the directory is full of what nobody reads any more."""
+    older, patient = Identity(IDENTITY.fingerprint, b"o" * 32, IDENTITY.layout), replace(LIMITS, read_stall_s=20)
+    store = DiskStore.open(tmp_path / "disk", older, quota_bytes=QUOTA_BYTES, limits=patient)
+    with suppress(StoreFull):
+        for seed in range(1000):
+            store.write([item.pair for item in chain(16, seed=seed, identity=older)])
+    store.close()
+    store = DiskStore.open(tmp_path / "disk", IDENTITY, quota_bytes=QUOTA_BYTES, limits=patient)
+    before = store.unreadable_bytes
+    harness = Harness(store=store)  # type: ignore[arg-type]
+    prompt = prompt_of(4 * GRID + 1)
+    serve(harness, "first", prompt)
+    forget_device(harness)
+    serve(harness, "again", prompt)
+    assert harness.usage["again"].cached_disk == 4 * GRID
+    assert 0 <= store.unreadable_bytes < before
+    assert du(tmp_path / "disk") <= QUOTA_BYTES
+    harness.engine.check()
+    harness.engine.close()

@@ -1,13 +1,20 @@
 """AdminService over a real socket: what the engine says, under the names that clients know."""
 
+import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from downcore.v1 import admin_pb2
 from downcore.v1 import generation_pb2 as pb
 
+from daemon.config import EngineConfig
+from daemon.errors import ErrorReason, RequestError
+from daemon.front.admin import AdminService
+from daemon.front.config import FrontConfig
+from daemon.messages import Answer, QueryKind
 from tests.front.harness import Front, details_of, eventually, running_front
 
 LONG = pb.StoppingParams(max_tokens=50_000)
@@ -36,6 +43,31 @@ def test_watching_tiers_sends_them_now_and_at_each_interval(front: Front) -> Non
     watch.cancel()
     assert time.monotonic() - began_s >= 0.2
     assert times == sorted(times)
+
+
+def test_a_watcher_that_does_not_read_is_ended_and_leaves_its_place() -> None:
+    class Asked:
+        async def query(self, kind: QueryKind) -> Answer:
+            return Answer(1)
+
+    class Stalled:
+        async def write(self, message: object) -> None:
+            await asyncio.Event().wait()
+
+    async def watch() -> RequestError:
+        config = FrontConfig(engine=EngineConfig("model"), stall_timeout_s=0.05)
+        nothing: Any = None
+        supervisor: Any = Asked()
+        service = AdminService(
+            config, "0", nothing, supervisor, nothing, abort=lambda request: 0, on_drain=lambda: None
+        )  # fmt: skip
+        request = admin_pb2.WatchTiersRequest(interval_s=0.1)
+        with pytest.raises(RequestError) as caught:
+            await asyncio.wait_for(service.WatchTiers(request, Stalled()), 10)
+        assert service._num_watchers == 0
+        return caught.value
+
+    assert asyncio.run(watch()).reason is ErrorReason.READER_STALLED
 
 
 def test_sequences_and_ledger_carry_the_clients_ids(front: Front) -> None:
