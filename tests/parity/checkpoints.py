@@ -80,6 +80,12 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: _qwen3_moe(mlp_only_layers=[1]),
     "qwen3_moe every second layer, not renormalised": lambda: _qwen3_moe(decoder_sparse_step=2, norm_topk_prob=False),
 }
+# Every expert is chosen for every token, so that rounding cannot tip a choice.
+SMOOTH_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "qwen3_moe": lambda: _qwen3_moe(mlp_only_layers=[1], num_experts_per_tok=8),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,11 +109,11 @@ def make_pair(maker: Callable[[], PreTrainedModel], folder: Path, *, seed: int =
     theirs = maker().eval()
     randomise(theirs, seed)
     theirs.save_pretrained(folder)
-    _name_dense_layers(folder)
+    name_dense_layers(folder)
     return Pair(theirs, load(folder), folder)
 
 
-def _name_dense_layers(folder: Path) -> None:
+def name_dense_layers(folder: Path) -> None:
     """Kimi's dense layers are `mlp` in real checkpoints; transformers writes them under the experts' name."""
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -128,6 +128,14 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "glm5_next every token its own pool": lambda: _glm5_next(index_kpool=1),
     "glm5_next softplus decay, small clamp": lambda: _glm5_next(linear_lower_bound=None, swiglu_limit=0.5),
 }
+# Every expert is chosen for every token and every key is kept, so that rounding cannot tip a choice.
+ALL: dict[str, Any] = {"num_experts_per_tok": 8, "index_topk": 1024}
+SMOOTH_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "deepseek_v32": lambda: _deepseek(**ALL, topk_group=4),
+    "glm_moe_dsa": lambda: _glm(**ALL),
+    "glm5_next": lambda: _glm5_next(**ALL),
+    "qwen4_exp": lambda: _qwen4_exp(num_experts_per_tok=8, indexer_budget=1024),
+}
 
 
 def make_pair(name: str, folder: Path, change: Callable[[PreTrainedModel], None] | None = None) -> Pair:
