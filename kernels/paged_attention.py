@@ -20,6 +20,7 @@ import torch
 MAX_NARROW_ROWS = 8  # a sequence with more rows is a chunk
 SPLIT_TOKENS = 1024  # a decode split, or a tile where that is shorter
 MAX_GATHER_TOKENS = 1 << 16  # most keys copied out of the pages at a time
+WORD = torch.int64
 
 
 def paged_attention_reference(
@@ -88,7 +89,7 @@ class Splits:
     rows: torch.Tensor | None  # [num_splits] int64: the batch row that each split belongs to; None: all rows in order
     num_splits: int
     num_keys: int  # of the split with most; at most width
-    absent: torch.Tensor | None  # [num_splits, num_keys, 1, 1] bool: keys past the row's own; None where all count
+    absent: torch.Tensor | None  # [num_splits, 1, num_keys, 1] bool: keys past the row's own; None where all count
     mask: torch.Tensor | None  # [num_splits, 1, 1, num_keys] additive, the same
 
 
@@ -202,22 +203,19 @@ def _merge(
 def _attend_narrow(
     q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, narrow: NarrowRows, scale: float
 ) -> Generator[None, None, torch.Tensor]:
-    num_kv_heads, head_dim = k_plane.shape[2:]
-    queries = q.view(q.shape[0], num_kv_heads, -1, head_dim)
+    queries = q.view(q.shape[0], k_plane.shape[2], -1, q.shape[2])
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
     for part in narrow.parts:
         if outs:
             yield
-        shape = (part.num_splits, -1, num_kv_heads, head_dim)
-        k = k_plane.index_select(0, part.blocks).view(shape)[:, : part.num_keys]
-        v = v_plane.index_select(0, part.blocks).view(shape)[:, : part.num_keys]
+        k, v = _copied(k_plane, part), _copied(v_plane, part)
         if part.absent is not None:
             # A row that was never written may be NaN, which no mask on scores and no weight of zero takes away.
             k.masked_fill_(part.absent, 0)
             v.masked_fill_(part.absent, 0)
         own = queries if part.rows is None else queries.index_select(0, part.rows)
-        out, lse = _attend(own, k.transpose(1, 2), v.transpose(1, 2), scale, mask=part.mask)
+        out, lse = _attend(own, k, v, scale, mask=part.mask)
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs) if len(outs) > 1 else outs[0]  # [num_splits, num_kv_heads, group, head_dim]
@@ -226,7 +224,24 @@ def _attend_narrow(
         if narrow.missing is not None:
             weights = weights.masked_fill(narrow.missing[:, :, None, None], -math.inf)
         out = (out[narrow.order] * torch.softmax(weights, 1).unsqueeze(-1)).sum(1).to(q.dtype)
-    return out.reshape(-1, q.shape[1], head_dim)
+    return out.reshape(-1, q.shape[1], q.shape[2])
+
+
+def _copied(plane: torch.Tensor, part: Splits) -> torch.Tensor:
+    """The keys or values of some splits, a new tensor, seen as [num_splits, num_kv_heads, num_keys, head_dim].
+
+    In words, since torch shares what has more than 32,768 elements among its threads: a short history is copied sooner
+    than they meet, and on a busy machine waiting for them at 60 copies a step took a fifth of it. What is no tensor
+    (the planes of a sequence that is larger than the device) copies in its own way.
+    """
+    num_kv_heads, head_dim = plane.shape[2:]
+    if isinstance(plane, torch.Tensor) and head_dim * plane.itemsize % WORD.itemsize == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        rows = plane.view(WORD).index_select(0, part.blocks).view(plane.dtype)
+    else:
+        rows = plane.index_select(0, part.blocks)
+    shape = (part.num_splits, num_kv_heads, part.num_keys, head_dim)
+    row = num_kv_heads * head_dim
+    return rows.as_strided(shape, (rows.numel() // part.num_splits, head_dim, row, 1))
 
 
 def _attend(
@@ -318,7 +333,7 @@ def _plan_narrow(
         if least < most:
             missing_keys = torch.arange(most, device=device) >= torch.tensor(own, device=device)[:, None]
             mask = torch.zeros(missing_keys.shape, dtype=dtype, device=device).masked_fill_(missing_keys, -math.inf)
-            absent, mask = missing_keys[:, :, None, None], mask[:, None, None, :]
+            absent, mask = missing_keys[:, None, :, None], mask[:, None, None, :]
         all_rows = len(own) == num_rows
         parts.append(Splits(blocks, None if all_rows else split_rows[at], len(own), most, absent, mask))
     rows = split_rows[len(whole) :]

@@ -11,15 +11,25 @@ class Linear:
     """y = x W^T + b, of one checkpoint matrix or of several that lie one below the other.
 
     bfloat16 weights on a CPU with bfloat16 units are brought into the order those units read, in place of the plain
-    one, once they are loaded: that doubles the speed of steps with few rows.
+    one, once they are loaded: that doubles the speed of steps with few rows. `makes_logits` says that it is only ever
+    asked for few.
     """
 
-    def __init__(self, scope: Scope, parts: tuple[tuple[str, int], ...], in_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        parts: tuple[tuple[str, int], ...],
+        in_size: int,
+        *,
+        bias: bool = False,
+        makes_logits: bool = False,
+    ) -> None:
         self.in_size = in_size
         self.out_size = sum(size for _, size in parts)
         self.weight = scope.rows(((f"{name}.weight", size) for name, size in parts), in_size)
         self.bias = scope.rows((f"{name}.bias", size) for name, size in parts) if bias else None
         self._linear = scope.kernels.rows.linear
+        self._few_rows = makes_logits
         self._is_packed = False
         if scope.kernels is TORCH:  # other forms read weights in their plain order
             scope.parameters.when_filled(self._pack)
@@ -32,7 +42,7 @@ class Linear:
 
     def _pack(self) -> None:
         if can_pack(self.weight):
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+            self.weight = pack(self.weight, few_rows=self._few_rows)
             self._is_packed = True
 
 
@@ -44,6 +54,15 @@ def can_pack(weight: torch.Tensor) -> bool:
         and torch.backends.mkldnn.is_available()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
+
+
+def pack(weight: torch.Tensor, *, few_rows: bool) -> torch.Tensor:
+    """A weight that `can_pack` in an order of the matrix units.
+
+    There are two, and the library chooses by the rows that it is told to expect: told of one, blocks of 64 outputs in
+    place of 32. On a Xeon those are read 4 to 12% faster by up to 16 rows, and hundreds of rows take up to 30% longer.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1 if few_rows else None)
 
 
 class Embedding:
@@ -74,4 +93,4 @@ class Embedding:
         return self._linear(x, self.weight, None)
 
     def _pack(self) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        self._packed = pack(self.weight, few_rows=True)

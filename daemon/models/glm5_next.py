@@ -107,7 +107,7 @@ class Glm5Next:
         if config.is_tied:
             parameters.ignore(r"lm_head\.weight")
         else:
-            self.head = Linear(root, (("lm_head", config.vocab_size),), size)
+            self.head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
         self.facts = ModelFacts(
             family="glm5_next",
             vocab_size=config.vocab_size,

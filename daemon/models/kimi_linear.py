@@ -63,7 +63,7 @@ def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Mode
             )
         )
     norm = RmsNorm(body, "norm", size, config.norm_eps)
-    head = Linear(root, (("lm_head", vocab_size),), size)
+    head = Linear(root, (("lm_head", vocab_size),), size, makes_logits=True)
     facts = ModelFacts(
         family="kimi_linear",
         vocab_size=vocab_size,

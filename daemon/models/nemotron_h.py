@@ -76,7 +76,7 @@ class NemotronModel:
             for i in range(len(config.blocks))
         ]
         self.norm = WideRmsNorm(body, "norm_f", size, config.norm_eps)
-        self.head = Linear(root, (("lm_head", config.vocab_size),), size)
+        self.head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
         head_dim = 0 if config.attention is None else config.attention.head_dim
         self.form = InputForm(parameters.kernels, options.tile, options.dtype, head_dim or None)
         self.facts = ModelFacts(

@@ -91,7 +91,7 @@ def token_matrices(root: Scope, config: PlainConfig) -> tuple[Embedding, Linear 
     if config.is_tied:
         root.parameters.ignore(r"lm_head\.weight")  # a second copy of the embedding, where a checkpoint holds it
         return embedding, None
-    return embedding, Linear(root, (("lm_head", config.vocab_size),), hidden_size)
+    return embedding, Linear(root, (("lm_head", config.vocab_size),), hidden_size, makes_logits=True)
 
 
 class PlainModel:

@@ -94,7 +94,7 @@ class Qwen4Exp:
         if config.is_tied:
             parameters.ignore(r"lm_head\.weight")
         else:
-            self.head = Linear(root, (("lm_head", config.vocab_size),), size)
+            self.head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
         self.facts = ModelFacts(
             family="qwen4_exp",
             vocab_size=config.vocab_size,

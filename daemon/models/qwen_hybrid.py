@@ -152,7 +152,7 @@ def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: Build
     if config.is_tied:
         parameters.ignore(r"lm_head\.weight")  # a second copy of the embedding, where a checkpoint holds it
     else:
-        head = Linear(root, (("lm_head", config.vocab_size),), size)
+        head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
     facts = ModelFacts(
         family=family,
         vocab_size=config.vocab_size,

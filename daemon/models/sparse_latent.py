@@ -207,7 +207,7 @@ class SparseLatentModel:
         if config.is_tied:
             parameters.ignore(r"lm_head\.weight")
         else:
-            self.head = Linear(root, (("lm_head", config.vocab_size),), size)
+            self.head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
         self.rope = Rope(config.rope, options.device)
         self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
         self.facts = ModelFacts(

@@ -12,8 +12,9 @@ from daemon.models.load import build_dummy
 from tests.e2e.daemon import TINY
 from tiers.pools import DevicePools
 
-MOST_OF_A_LAYER = 47  # of llama in float32: rows of unequal length take two more than one row alone
+MOST_OF_A_LAYER = 49  # of llama in float32: rows of unequal length take two more than one row alone
 MOST_BESIDE = 54  # batch, plan, embedding, rotary positions, last norm and head
+SHARED = 32_768  # torch gives what has more elements than this to all threads
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
@@ -24,10 +25,14 @@ class Dispatched(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.copied: list[int] = []  # elements that each gather of blocks moves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index_select.default:
+            self.copied.append(made.numel())
+        return made
 
 
 def model_of(num_layers: int) -> Model:
@@ -48,3 +53,15 @@ def test_a_decode_step_takes_few_operations_however_many_rows(num_rows: int) -> 
     of_a_layer = (large - small) // 2
     assert 20 < of_a_layer <= MOST_OF_A_LAYER
     assert small - of_a_layer <= MOST_BESIDE
+
+
+def test_a_short_history_is_copied_without_waking_other_threads() -> None:
+    options = BuildOptions(torch.bfloat16, CPU, tile=64 * BLOCK_SIZE)
+    model = build_dummy({**TINY, "num_key_value_heads": 2, "head_dim": 64}, options)
+    pools = DevicePools(model.layout(BLOCK_SIZE), 64, 1, CPU)
+    row = SequenceRows([7], 511, list(range(32)), 0, 0)
+    with torch.inference_mode(), Dispatched() as dispatched:
+        finish(model.forward(make_batch([row], BLOCK_SIZE, CPU), pools))
+    # Keys of a layer are 512 x 2 x 64 = 65,536 numbers.
+    assert len(dispatched.copied) >= 2
+    assert max(dispatched.copied) == 65_536 // 4 < SHARED

@@ -22,11 +22,12 @@ def filled(make):
     return layer, plain
 
 
+@pytest.mark.parametrize("makes_logits", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 200])
-def test_packed_products_equal_plain_ones(num_rows):
+def test_packed_products_equal_plain_ones(num_rows, makes_logits):
     if not can_pack(torch.empty(1, dtype=torch.bfloat16)):
         pytest.skip("this CPU has no bfloat16 matrix units")
-    layer, plain = filled(lambda root: Linear(root, (("a", 96), ("b", 32)), 64, bias=True))
+    layer, plain = filled(lambda root: Linear(root, (("a", 96), ("b", 32)), 64, bias=True, makes_logits=makes_logits))
     assert layer._is_packed
     x = torch.randn(num_rows, 64).bfloat16()
     weight = torch.cat((plain["a.weight"], plain["b.weight"])).float()
