@@ -357,6 +357,31 @@ def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int,
     harness.assert_idle_books()
 
 
+def test_a_giant_without_resident_chunks_that_has_to_go_finds_its_prompt_again(tmp_path: Path) -> None:
+    """An older one takes the last blocks: the giant's rows are replayed, its prompt comes back from what it left."""
+    harness = small(0, tmp_path, num_blocks=48, store=MemoryStore(), stream_share=0.0, slice_ms=5.0)
+    giant, older = prompt_of(2 * LONG + 3, 5), prompt_of(3, 6)
+    harness.submit("older", older, 175, ignore_eos=True)
+    harness.submit("giant", giant, 20 * GRID, ignore_eos=True)
+    while not harness.tokens[("giant", 0)]:
+        harness.step()
+    sequence = sequence_of(harness, "giant")
+    while not sequence.request.preemptions:
+        assert ("older", 0) not in harness.finished, "there was room for both"
+        resident = sum(block < harness.device.blocks.size for block in sequence.block_table)
+        harness.step()
+    assert resident <= 2 * GRID // BLOCK, "it had no more than its tail"
+    disk, sent = harness.engine.cache.disk, len(harness.tokens[("giant", 0)])
+    assert disk is not None
+    assert disk.stats.reads == 0
+    harness.run()
+    assert disk.stats.reads == 2 * LONG // BLOCK + 1, "every block of the prompt's whole chunks, and the state"
+    assert 0 < sent < 20 * GRID
+    assert harness.tokens[("giant", 0)] == ORACLE.answer(giant, 20 * GRID, stop_at_eos=False)
+    assert harness.tokens[("older", 0)] == ORACLE.answer(older, 175, stop_at_eos=False)
+    harness.assert_idle_books()
+
+
 def test_a_read_that_fails_in_the_middle_is_a_pause_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
