@@ -365,7 +365,7 @@ def test_a_giant_without_resident_chunks_that_has_to_go_finds_its_prompt_again(t
     harness.submit("giant", giant, 20 * GRID, ignore_eos=True)
     while not harness.tokens[("giant", 0)]:
         harness.step()
-    sequence = sequence_of(harness, "giant")
+    sequence, resident = sequence_of(harness, "giant"), 0
     while not sequence.request.preemptions:
         assert ("older", 0) not in harness.finished, "there was room for both"
         resident = sum(block < harness.device.blocks.size for block in sequence.block_table)
