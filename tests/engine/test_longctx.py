@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from daemon.cache_messages import TierName, Warm
+from daemon.engine.leaving import write_down
 from daemon.engine.sequence import Sequence
 from daemon.errors import ErrorReason
 from daemon.messages import Abort, Answer, Query, QueryKind
@@ -204,6 +205,22 @@ def test_what_waits_to_be_recorded_gives_way_to_who_needs_its_room(
         assert not recorder.is_idle, "nothing waits to be recorded"
         harness.engine.check()
     assert not harness.rejected
+
+
+def test_what_waits_to_be_recorded_is_written_before_the_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    harness = small(0, tmp_path, store=store)
+    with monkeypatch.context() as held:
+        held.setattr(harness.engine.cache.writedown, "spend", lambda num_bytes: False)  # type: ignore[reportUnknownLambdaType]
+        harness.submit("r", prompt_of(LONG + 3, 1), GRID, ignore_eos=True)
+        while ("r", 0) not in harness.finished:
+            harness.step()
+    assert len(store.records) < LONG // BLOCK
+    write_down(harness.engine, lambda: None)
+    assert len(store.records) == LONG // BLOCK + 1
+    harness.assert_idle_books()
 
 
 @pytest.mark.parametrize("lost", ["a block", "the state", "all but the first", "the spill"])
