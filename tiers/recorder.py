@@ -214,9 +214,7 @@ class Recorder:
             del refs[node.key, True]
         return node
 
-    def _place(
-        self, above: Node, tokens: bytes, refs: dict[tuple[bytes, bool], RecordRef], gap_s: float
-    ) -> Node | None:
+    def _place(self, above: Node, tokens: bytes, refs: _Refs, gap_s: float) -> Node | None:
         """The node below `above`, on disk from now on; None where the path to it is not there any more."""
         tree, place = self.device.tree, (block_key(above.key, tokens), False)
         if above.parent is not None and above.disk_block is None:
