@@ -20,6 +20,7 @@ from tiers.lift import Lifter
 from tiers.match import Match
 from tiers.meters import LOOKUP_BOUNDS_S, EvictionReason, Histogram, TierMeters
 from tiers.mover import Job, Mover, Priority
+from tiers.recorder import Recorder
 from tiers.residency import Residency
 from tiers.resources import Resources
 from tiers.restore import Restore, Restorer
@@ -86,8 +87,11 @@ class TieredCache:
                 self.host, self.disk, layout=device.layout, transfer=transfer, restorer=self.restorer, mover=mover
             )
         self.lander: Lander | None = None
+        self.recorder: Recorder | None = None
         if lower.spill is not None and self.disk is not None:
             self.lander = Lander(device.layout, lower.spill, self.disk, mover)
+            self.recorder = Recorder(device, self.disk, mover, self.writedown)
+            lower.spill.give_way = self.recorder.give_way
         self.host_refusals = 0  # hits not loaded from there because computing was faster
         self.disk_refusals = 0
         self.swapper = Swapper(device, self.host, transfer) if self.host is not None else None
@@ -115,7 +119,8 @@ class TieredCache:
     def is_settled(self) -> bool:
         """Nothing is on its way between the tiers, and nothing waits to be."""
         is_idle = not self.restorer.in_flight and self.writedown.is_idle and not self._is_moving
-        return is_idle and self.mover.num_pending == 0
+        is_recorded = self.recorder is None or self.recorder.is_idle
+        return is_idle and is_recorded and self.mover.num_pending == 0
 
     @property
     def holds_device(self) -> bool:
@@ -140,6 +145,8 @@ class TieredCache:
         self._now = now
         self.mover.poll()
         self.writedown.pump(now, is_busy=is_busy)
+        if self.recorder is not None:
+            self.recorder.pump()
         if self.disk is not None and not self._is_probing and self.gates["disk"].wants_probe(now):
             self._probe(self.disk)
 
@@ -303,7 +310,8 @@ class TieredCache:
         moving = [] if self.residency is None else self.residency.owners()
         lifting = [] if self.lifter is None else self.lifter.owners()
         landing = [] if self.lander is None else self.lander.owners()
-        return self.restorer.owners() + self.writedown.owners() + moving + lifting + landing
+        recording = [] if self.recorder is None else self.recorder.owners()
+        return self.restorer.owners() + self.writedown.owners() + moving + lifting + landing + recording
 
     def close(self) -> None:
         """Ends the transfers, waiting for those that have begun, and gives the disk back."""

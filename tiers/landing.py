@@ -84,6 +84,8 @@ class Lander:
 
     def end(self, landing: Landing) -> None:
         """Whoever asked has what it wants of it, or wants it no more; jobs that are under way end first."""
+        if landing.is_wanted and landing.is_whole:
+            self.disk.stats.hit_tokens += len(landing.extents) * self.spill.chunk_blocks * self.layout.block_size
         landing.is_wanted = False
         if landing.is_done:
             self.in_flight.remove(landing)

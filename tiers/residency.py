@@ -12,12 +12,14 @@ job's own resources keep both ends until it has ended.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 from tiers.copies import HostCopy
 from tiers.device import DeviceTier
 from tiers.host import HostTier
 from tiers.landing import Landing
 from tiers.mover import Job, Mover, Priority
+from tiers.recorder import ReadImage, Trail
 from tiers.resources import Resources
 from tiers.spill import Extent, Spill
 from tiers.transfer import Fence, Image, Transfer
@@ -100,7 +102,8 @@ class Stream:
     lowering: Lowering | None = None
     landing: Landing | None = None  # of what its prompt's beginning has on disk
     has_lost: bool = False  # that did not come, or not in time
-    states: dict[int, HostCopy] = field(default_factory=dict[int, HostCopy])  # by position: wait for their chunks
+    trail: Trail | None = None  # of its prompt's chunks that are to be recorded
+    states: dict[int, HostCopy | memoryview] = field(default_factory=dict[int, "HostCopy | memoryview"])  # by position
     has_state: bool = False  # its slot was filled when it was admitted
     stats: StreamStats = field(default_factory=StreamStats)  # of all its forwards
     last_row: StreamStats = field(default_factory=StreamStats)  # of the last one
@@ -204,16 +207,30 @@ class Residency:
         else:
             lowering.is_wanted = False
 
-    def save_state(self, resources: Resources, slot: int) -> HostCopy | None:
-        """A copy of a slot in the host tier, held by `resources`; None where there is no room."""
-        if self.host is None:
-            return None
-        chunks = self.host.take(self.host.chunks_for(self.device.layout.slot_bytes))
-        if chunks is None:
-            return None
+    def readers(self, below: Below) -> list[ReadImage]:
+        """How the images of its blocks are read, on an I/O thread, while somebody holds it."""
+        if isinstance(below, Extent):
+            assert self.spill is not None
+            first = below.number * self.chunk_blocks
+            return [partial(self.spill.image, block) for block in range(first, first + self.chunk_blocks)]
+        return [partial(self.transfer.view_chunks, below.chunks, self.device.layout.block_bytes)]
+
+    def state_reader(self, state: "HostCopy | memoryview") -> ReadImage:
+        """The same of a state that was saved."""
+        if isinstance(state, memoryview):
+            return lambda: state
+        return partial(self.transfer.view_chunks, state.chunks, self.device.layout.slot_bytes)
+
+    def save_state(self, resources: Resources, slot: int) -> "HostCopy | memoryview":
+        """A copy of a slot in the host tier, held by `resources`, or where that has no room in memory of its own."""
+        fence = self.transfer.fence()
+        num_chunks = 0 if self.host is None else self.host.chunks_for(self.device.layout.slot_bytes)
+        chunks = None if self.host is None else self.host.take(num_chunks)
+        if self.host is None or chunks is None:
+            return memoryview(bytes(self.transfer.view(Image(slot, is_state=True), fence)))
         copy = HostCopy(chunks)
         self.host.hold(resources, copy)
-        self.transfer.to_host(Image(slot, is_state=True), chunks, self.transfer.fence())
+        self.transfer.to_host(Image(slot, is_state=True), chunks, fence)
         return copy
 
     def put_state(self, state: memoryview, slot: int) -> None:

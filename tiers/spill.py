@@ -13,7 +13,7 @@ process: the file has no name, nothing is synced, and a sequence that loses an e
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class Spill:
         self.layout = layout
         self.chunk_blocks = chunk_blocks
         self.extents = IdPool(num_extents)
+        self.give_way: Callable[[], bool] = lambda: False  # asked for an extent that nobody needs, where none is free
         self.generations = [0] * num_extents  # of what each holds: no cache may take one for another
         self.extent_bytes = chunk_blocks * layout.block_bytes
         self._checks: NDArray[np.uint64] = np.zeros((num_extents, len(self.parts), chunk_blocks), np.uint64)
@@ -86,8 +87,9 @@ class Spill:
 
     def take(self, resources: Resources) -> Extent | None:
         """An extent to be written; None where all are held."""
-        if not self.extents.num_free:
-            return None
+        while not self.extents.num_free:
+            if not self.give_way():
+                return None
         (number,) = self.extents.take(1)
         resources.hold("spill extent", number, lambda: self.extents.release(number))
         self.generations[number] += 1
@@ -139,6 +141,17 @@ class Spill:
                 found[:] = kept[begin * part.num_bytes : begin * part.num_bytes + len(found)]
             elif not self._is_intact(found, part, at):
                 raise SpillError("read: a checksum is wrong")
+
+    def image(self, block: int) -> memoryview:
+        """A block's whole image, put together from its planes.
+
+        Raises:
+            SpillError: it cannot be read, or does not check.
+        """
+        image = memoryview(bytearray(self.layout.block_bytes))
+        for part in self.layout.block_parts:
+            self.read(block, part, image[part.offset : part.offset + part.num_bytes])
+        return image
 
     def stretch_bytes(self, part: Part, first: int, last: int) -> int:
         """Of a plane's part of extents [first, last)."""

@@ -132,6 +132,13 @@ class WriteDown:
             self.mover.submit(self._job(batch))
         self.clean_up()
 
+    def spend(self, num_bytes: int) -> bool:
+        """Whether the rate allows that others write now; what they write counts against it."""
+        if self._allowance < self._least_allowance:
+            return False
+        self._allowance -= num_bytes
+        return True
+
     def clean_up(self) -> None:
         """Has the records deleted that no node has any more."""
         if self.disk is None or not self.disk.garbage or not self.disk.takes_writes:

@@ -19,13 +19,13 @@ def write_down(engine: Engine, wait: Callable[[], object]) -> None:
     """
     cache, window_s = engine.cache, engine.config.flush_window_s
     num_lacking = engine.prefixes.offer_unwritten() if cache.disk is not None else 0
-    if cache.disk is None or not num_lacking:
+    if cache.disk is None or not (num_lacking or _is_recording(engine)):
         return
     began = time.monotonic()
     num_writes, num_bytes = cache.written()
-    while num_lacking and cache.disk.takes_writes and time.monotonic() - began < window_s:
+    while (num_lacking or _is_recording(engine)) and cache.disk.takes_writes and time.monotonic() - began < window_s:
         cache.poll(engine.clock(), engine.unix_clock(), is_busy=False)
-        if cache.writedown.is_idle:
+        if cache.writedown.is_idle and not _is_recording(engine):
             before, num_lacking = num_lacking, engine.prefixes.offer_unwritten()
             if num_lacking >= before:
                 break  # their bytes are nowhere to be had any more
@@ -39,3 +39,8 @@ def write_down(engine: Engine, wait: Callable[[], object]) -> None:
         time.monotonic() - began,
         num_lacking,
     )
+
+
+def _is_recording(engine: Engine) -> bool:
+    """Chunks of prompts that were larger than the device are on their way to the disk."""
+    return engine.cache.recorder is not None and not engine.cache.recorder.is_idle

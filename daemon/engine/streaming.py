@@ -22,7 +22,9 @@ from tiers.host import HostTier
 from tiers.keys import token_bytes
 from tiers.landing import Landing
 from tiers.match import Match
+from tiers.recorder import ChunkBelow
 from tiers.residency import Below, Lowering, Residency, Stream, StreamStats
+from tiers.resources import Resources
 from tiers.restore import Restore
 from tiers.tree import Node
 
@@ -215,9 +217,7 @@ class Streaming:
         """A chunk of the tail has been computed, and the state after it, now in the slot, is worth keeping."""
         assert sequence.stream is not None
         assert sequence.slot is not None
-        copy = self.residency.save_state(sequence.resources, sequence.slot)
-        if copy is not None:
-            sequence.stream.states[position] = copy
+        sequence.stream.states[position] = self.residency.save_state(sequence.resources, sequence.slot)
 
     def fork(self, lead: Sequence, sibling: Sequence) -> None:
         """A sibling has below it what its lead has; it holds the same."""
@@ -331,8 +331,10 @@ class Streaming:
         host = self.residency.host
         if lowering.first == stream.tail:
             stream.tail += self.chunk_blocks
-            if host is not None and isinstance(lowering.below[0], HostCopy):
+            if host is not None and stream.trail is None and isinstance(lowering.below[0], HostCopy):
                 self._publish(sequence, stream, lowering, host)
+            else:
+                self._record(sequence, stream, lowering)
         elif host is not None:
             self._keep_blocks(sequence.nodes[lowering.first :], lowering, host)
         self.residency.end(lowering)
@@ -365,15 +367,44 @@ class Streaming:
             nodes.append(node)
             parent = node
         state = stream.states.pop(end, None)
-        if state is not None:
+        if isinstance(state, HostCopy):
             if parent.host_state is None:
                 host.keep_state(parent, state)
             sequence.resources.drop("host copy", state.chunks)
         if state is not None or not self.device.layout.slots:
             self.cache.offer(parent)
 
+    def _record(self, sequence: Sequence, stream: Stream, lowering: Lowering) -> None:
+        """A grid chunk of the prompt that no tier of the tree has is to become a record."""
+        recorder, nodes, size, first = self.cache.recorder, sequence.nodes, self._size, lowering.first
+        end = (first + self.chunk_blocks) * size
+        if recorder is None or end > min(sequence.request.prompt_len, max(self.cache.longest_lens, default=0)):
+            return
+        if stream.trail is None:
+            if len(nodes) != first or (nodes and nodes[-1].parent is None):
+                return  # what is above it is not the tree's
+            above = nodes[-1] if nodes else self.device.root(sequence.request.submit.namespace)
+            stream.trail = recorder.begin(above, sequence.request.gap_s)
+        resources = Resources(f"record:{sequence.id}:{first}")
+        for below in lowering.below:
+            self.residency.hold(resources, below)
+        state = stream.states.pop(end, None)
+        if isinstance(state, HostCopy):
+            self.residency.hold(resources, state)
+            sequence.resources.drop("host copy", state.chunks)
+        ids = sequence.token_ids
+        chunk = ChunkBelow(
+            resources,
+            tuple(token_bytes(ids[start : start + size]) for start in range(first * size, end, size)),
+            tuple(read for below in lowering.below for read in self.residency.readers(below)),
+            None if state is None else self.residency.state_reader(state),
+        )
+        recorder.add(stream.trail, chunk)
+
     def _ended(self, stream: Stream) -> None:
         del self._reserved[stream]
+        if stream.trail is not None:
+            stream.trail.is_over = True
         if stream.landing is not None and self.cache.lander is not None:
             self.cache.lander.end(stream.landing)
             stream.landing = None

@@ -1,8 +1,12 @@
 """One long context with ever less of it on the device: what its tokens cost, and whether its answers are still right.
 
 Each budget is a daemon of its own: everything resident first, then each share of the context with the rest in the
-host tier or on disk. What a token may cost at best is measured here too: the link below the device, and the pipeline
-that reads it as a forward does, checksum and copy included.
+host tier or on disk. Each computes the prompt once. Then they take turns, a round after the other, to answer it again
+from what they have of it: so what else the machine does falls on all of them alike, and one that waits costs nothing.
+
+What a token may cost at best is measured here too: the link below the device, and the pipeline that reads it as a
+forward does, checksum and copy included, each by itself with the whole machine; and the resident step, in the same
+rounds. The limit is the slowest of the three, as if they did not share cores.
 """
 
 import json
@@ -13,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +59,7 @@ class LongSettings:
     seed: int
     with_whole: bool
     questions: tuple[str, ...]  # needle, status; none: random tokens
+    rounds: int  # in which all answer again, one after the other; of questions none
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +163,29 @@ class LongMeasurement:
             limit = f"{info.max_context_tokens:,}"
             raise CliError(ExitCode.USAGE, f"a context of {self._settings.context_tokens:,} tokens is over {limit}")
         block_bytes = info.block_size * info.bytes_per_token
-        with tempfile.TemporaryDirectory(prefix="downcore-bench-") as folder:
+        settings = self._settings
+        wanted = [("resident", 1.0)] if settings.with_whole else []
+        wanted += [(tier, share) for tier in settings.tiers for share in settings.shares]
+        with tempfile.TemporaryDirectory(prefix="downcore-bench-") as folder, ExitStack() as stack:
             self._tell("the links below the device")
-            links = measure_links(Path(folder), block_bytes, self._settings.grid // info.block_size)
-            budgets = [self._budget(info, "resident", 1.0, Path(folder))] if self._settings.with_whole else []
-            resident_token_s = budgets[0].token_s if budgets else 0.0
-            for tier in self._settings.tiers:
-                for share in self._settings.shares:
-                    figures = self._budget(info, tier, share, Path(folder) / f"{tier} {share}")
-                    budgets.append(limited(figures, links, resident_token_s))
-        return LongReport(info.model, info.dtype, info.device, self._settings, links, tuple(budgets))
+            links = measure_links(Path(folder), block_bytes, settings.grid // info.block_size)
+            served: list[_Budget] = []
+            for tier, share in wanted:
+                served.append(self._begin(info, tier, share, Path(folder) / f"{tier} {share}"))
+                stack.callback(served[-1].close)
+                self._serve_first(served[-1], info.vocab_size)
+                if not settings.rounds:
+                    served[-1].close()
+            for number in range(settings.rounds):
+                for budget in served:
+                    self._tell(f"round {number + 1} of {settings.rounds}: {budget.tier}, {budget.share:.0%} resident")
+                    budget.gaps_s += _gaps_s(_serve(budget.client, budget.served[0][0].request))
+            figures = [budget.figures(info) for budget in served]
+        resident_token_s = figures[0].token_s if settings.with_whole else 0.0
+        budgets = [one if one.tier == "resident" else limited(one, links, resident_token_s) for one in figures]
+        return LongReport(info.model, info.dtype, info.device, settings, links, tuple(budgets))
 
-    def _budget(self, info: admin_pb2.GetServerInfoResponse, tier: str, share: float, folder: Path) -> BudgetFigures:
+    def _begin(self, info: admin_pb2.GetServerInfoResponse, tier: str, share: float, folder: Path) -> "_Budget":
         settings = self._settings
         num_blocks = int(share * settings.context_tokens) // info.block_size + 2
         block_bytes = info.block_size * info.bytes_per_token
@@ -180,41 +197,17 @@ class LongMeasurement:
         arguments = ["--pool-bytes", str(pool_bytes), "--max-sequences", "1", "--threads", str(settings.threads)]
         arguments += ["--grid", str(settings.grid), "--stream-share", "1.0"]
         if tier == "host":
-            arguments += ["--host-bytes", str(below_bytes)]
+            arguments += ["--host-bytes", str(below_bytes + slots_bytes)]
         if tier == "disk":
-            arguments += ["--disk-path", str(folder), "--spill-bytes", str(below_bytes)]
-        with ChildDaemon(self._model, arguments) as daemon, connect(str(daemon.socket)) as client:
-            daemon.wait_serving(lambda _: None)
-            device = client.unary(f"{ADMIN}/ListTiers", admin_pb2.ListTiersRequest(), admin_pb2.ListTiersResponse, 60.0)
-            served: list[tuple[_Prompt, _Served]] = []
-            for prompt in self._prompts(client, info.vocab_size):
-                self._tell(f"{prompt.kind}, {share:.0%} resident" + (f", the rest: {tier}" if share < 1 else ""))
-                served.append((prompt, _serve(client, prompt.request)))
-            engine = client.unary(
-                f"{ADMIN}/GetServerInfo", admin_pb2.GetServerInfoRequest(), admin_pb2.GetServerInfoResponse, 60.0
-            )
-            peak_bytes = _peak_bytes(engine.engine_pid)
-            daemon.stop()
-        first = served[0][1]
-        if first.sequence is None:
-            raise CliError(ExitCode.FAILED, f"an answer ended after {len(first.times_s)} tokens: too few to measure")
-        residency = first.sequence.residency
-        return BudgetFigures(
-            tier=tier,
-            share=share,
-            pool_blocks=device.tiers[0].blocks,
-            pool_bytes=device.tiers[0].capacity_bytes,
-            context_blocks=-(-first.sequence.computed_tokens // info.block_size),
-            device_blocks=first.sequence.blocks,
-            host_blocks=residency.host_blocks,
-            disk_blocks=residency.disk_blocks,
-            prefill_tokens_per_s=first.prompt_tokens / first.prefill_s,
-            token_s=_token_s(first) or 0.0,
-            streamed_bytes=residency.streamed_bytes,
-            limit_token_s=None,
-            engine_peak_bytes=peak_bytes,
-            answers=tuple(_answered(prompt, one) for prompt, one in served if prompt.expected),
-        )
+            arguments += ["--disk-path", str(folder), "--spill-bytes", str(below_bytes), "--break-even", "false"]
+        return _Budget(tier, share, self._model, arguments)
+
+    def _serve_first(self, budget: "_Budget", vocab_size: int) -> None:
+        """Every prompt once, from nothing."""
+        for prompt in self._prompts(budget.client, vocab_size):
+            below = f", the rest: {budget.tier}" if budget.share < 1 else ""
+            self._tell(f"{prompt.kind}, {budget.share:.0%} resident{below}")
+            budget.served.append((prompt, _serve(budget.client, prompt.request)))
 
     def _prompts(self, client: Client, vocab_size: int) -> Iterator[_Prompt]:
         settings = self._settings
@@ -247,6 +240,60 @@ class LongMeasurement:
         if best is None:
             raise CliError(ExitCode.FAILED, f"no {kind} question is at most {longest:,} tokens long")
         return best[1], best[2]
+
+
+class _Budget:
+    """One daemon, which serves until it is closed, and what it has answered."""
+
+    def __init__(self, tier: str, share: float, model: Path, arguments: list[str]) -> None:
+        self.tier = tier
+        self.share = share
+        self.served: list[tuple[_Prompt, _Served]] = []
+        self.gaps_s: list[float] = []  # between the tokens of later rounds
+        self._stack = ExitStack()
+        self._peak_bytes = 0
+        try:
+            self._daemon = self._stack.enter_context(ChildDaemon(model, arguments))
+            self._daemon.wait_serving(lambda _: None)
+            self.client = self._stack.enter_context(connect(str(self._daemon.socket)))
+            asked = admin_pb2.ListTiersRequest()
+            self._device = self.client.unary(f"{ADMIN}/ListTiers", asked, admin_pb2.ListTiersResponse, 60.0).tiers[0]
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the daemon, once; what it took of memory stays known."""
+        if not self._peak_bytes:
+            asked = admin_pb2.GetServerInfoRequest()
+            info = self.client.unary(f"{ADMIN}/GetServerInfo", asked, admin_pb2.GetServerInfoResponse, 60.0)
+            self._peak_bytes = _peak_bytes(info.engine_pid)
+            self._daemon.stop()
+            self._stack.close()
+
+    def figures(self, info: admin_pb2.GetServerInfoResponse) -> BudgetFigures:
+        """Raises CliError where an answer was too short to measure."""
+        self.close()
+        first = self.served[0][1]
+        if first.sequence is None:
+            raise CliError(ExitCode.FAILED, f"an answer ended after {len(first.times_s)} tokens: too few to measure")
+        residency = first.sequence.residency
+        return BudgetFigures(
+            tier=self.tier,
+            share=self.share,
+            pool_blocks=self._device.blocks,
+            pool_bytes=self._device.capacity_bytes,
+            context_blocks=-(-first.sequence.computed_tokens // info.block_size),
+            device_blocks=first.sequence.blocks,
+            host_blocks=residency.host_blocks,
+            disk_blocks=residency.disk_blocks,
+            prefill_tokens_per_s=first.prompt_tokens / first.prefill_s,
+            token_s=median(self.gaps_s or _gaps_s(first) or [0.0]),
+            streamed_bytes=residency.streamed_bytes,
+            limit_token_s=None,
+            engine_peak_bytes=self._peak_bytes,
+            answers=tuple(_answered(prompt, one) for prompt, one in self.served if prompt.expected),
+        )
 
 
 def measure_links(folder: Path, block_bytes: int, chunk_blocks: int) -> Links:
@@ -320,9 +367,9 @@ def _serve(client: Client, request: generation_pb2.GenerateRequest) -> _Served:
     return _Served("".join(texts), tuple(times), summary.usage.prompt_tokens, summary.timings.prefill_s, sequence)
 
 
-def _token_s(served: _Served) -> float | None:
-    gaps = [after - before for before, after in pairwise(served.times_s)]
-    return median(gaps) if gaps else None
+def _gaps_s(served: _Served) -> list[float]:
+    """Between tokens."""
+    return [after - before for before, after in pairwise(served.times_s)]
 
 
 def _answered(prompt: _Prompt, served: _Served) -> Answered:
@@ -332,7 +379,7 @@ def _answered(prompt: _Prompt, served: _Served) -> Answered:
         expected=prompt.expected,
         is_right=served.text.strip() == prompt.expected,
         prefill_s=served.prefill_s,
-        token_s=_token_s(served),
+        token_s=median(_gaps_s(served)) if len(served.times_s) > 1 else None,
     )
 
 

@@ -40,11 +40,14 @@ def longctx(
         typer.Option("--resident", min=0.001, max=1.0, help="Shares of the context on the device, beside all of it."),
     ] = None,
     below: Annotated[list[Below] | None, typer.Option("--below", help="host, disk. Default: both.")] = None,
-    grid: Annotated[int, typer.Option("--grid", min=64, help="Tokens of a prefill chunk; two must fit.")] = 1024,
+    grid: Annotated[int, typer.Option("--grid", min=64, help="Tokens of a prefill chunk; two must fit.")] = 128,
     whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Measure all of it resident first.")] = True,
     questions: Annotated[
         bool, typer.Option("--questions", help="Ask for a note and for a state in texts that long, not random tokens.")
     ] = False,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=0, help="All answer again by turns, so often; questions are asked once.")
+    ] = 5,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: all cores.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     plot: Annotated[bool, typer.Option("--plot", help="Draw a PNG beside the JSON.")] = False,
@@ -64,6 +67,7 @@ def longctx(
         seed=seed,
         with_whole=whole,
         questions=QUESTIONS if questions else (),
+        rounds=0 if questions else rounds,
     )
     for share in settings.shares:
         if share * context < 2 * grid:

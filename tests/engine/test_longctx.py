@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from daemon.cache_messages import TierName, Warm
+from daemon.engine.leaving import write_down
 from daemon.engine.sequence import Sequence
 from daemon.errors import ErrorReason
 from daemon.messages import Abort, Answer, Query, QueryKind
@@ -28,7 +29,7 @@ def small(num_chunks: int = 0, folder: Path | None = None, **more: object) -> Ha
     layout = INVENTED.layout(BLOCK)
     settings: dict[str, object] = {"num_blocks": 11, "max_sequences": 4, "num_chunks": num_chunks, **more}
     if folder is not None:
-        settings |= {"disk_path": str(folder), "spill_bytes": 400 * layout.block_bytes}
+        settings = {"disk_path": str(folder), "spill_bytes": 400 * layout.block_bytes} | settings
     return Harness(**settings)  # type: ignore[arg-type]
 
 
@@ -176,6 +177,67 @@ def test_records_of_a_prefix_that_no_tier_in_memory_holds_are_read_into_the_spil
     harness.assert_idle_books()
 
 
+@pytest.mark.parametrize("chunks", [0, 20, 30])
+def test_a_prompt_that_went_to_the_spill_is_a_prefix_for_the_next(chunks: int, tmp_path: Path) -> None:
+    """With the records that its chunks became: for one as large, and after a restart for one with room for all."""
+    store, prompt = MemoryStore(), prompt_of(LONG + 3, 5)
+    harness = small(chunks, tmp_path, store=store)
+    for name in ("cold", "hit"):
+        harness.submit(name, prompt, 2 * GRID, ignore_eos=True)
+        while not harness.tokens[(name, 0)]:
+            harness.step()
+        assert below(harness, name) > LONG // BLOCK // 2
+        harness.run()
+        assert harness.tokens[(name, 0)] == ORACLE.answer(prompt, 2 * GRID, stop_at_eos=False)
+        harness.assert_idle_books()
+    usage = harness.usage["hit"]
+    assert usage.cached_disk + usage.cached_host + usage.cached_device == LONG
+    assert usage.cached_disk > 0
+    assert harness.usage["cold"].cached_disk == 0
+    num_states = sum(head.kind is RecordKind.CHECKPOINT for head, _, _ in store.records.values())
+    assert (num_states, len(store.records)) == (1, LONG // BLOCK + 1), "each block once, and the last state"
+    large = Harness(store=store)
+    large.submit("hit", prompt, 4, ignore_eos=True)
+    large.run()
+    assert large.usage["hit"].cached_disk == LONG
+    assert large.tokens[("hit", 0)] == harness.tokens[("cold", 0)][:4]
+
+
+def test_what_waits_to_be_recorded_gives_way_to_who_needs_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = (LONG // BLOCK + 3 * GRID // BLOCK) * INVENTED.layout(BLOCK).block_bytes
+    harness = small(0, tmp_path, store=MemoryStore(), spill_bytes=room)
+    monkeypatch.setattr(harness.engine.cache.writedown, "spend", lambda num_bytes: False)  # type: ignore[reportUnknownLambdaType]
+    for number in range(2):
+        prompt = prompt_of(LONG + 3, number)
+        harness.submit(f"r{number}", prompt, GRID, ignore_eos=True)
+        while (f"r{number}", 0) not in harness.finished:
+            harness.step()
+        assert harness.tokens[(f"r{number}", 0)] == ORACLE.answer(prompt, GRID, stop_at_eos=False)
+        recorder = harness.engine.cache.recorder
+        assert recorder is not None
+        assert not recorder.is_idle, "nothing waits to be recorded"
+        harness.engine.check()
+    assert not harness.rejected
+
+
+def test_what_waits_to_be_recorded_is_written_before_the_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    harness = small(0, tmp_path, store=store)
+    with monkeypatch.context() as held:
+        held.setattr(harness.engine.cache.writedown, "spend", lambda num_bytes: False)  # type: ignore[reportUnknownLambdaType]
+        harness.submit("r", prompt_of(LONG + 3, 1), GRID, ignore_eos=True)
+        while ("r", 0) not in harness.finished:
+            harness.step()
+    assert len(store.records) < LONG // BLOCK
+    write_down(harness.engine, lambda: None)
+    assert len(store.records) == LONG // BLOCK + 1
+    harness.assert_idle_books()
+
+
 @pytest.mark.parametrize("lost", ["a block", "the state", "all but the first", "the spill"])
 def test_a_prefix_that_does_not_land_is_computed(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(LONG + 3, 5)
@@ -300,6 +362,7 @@ def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int,
         num_blocks=rng.randint(11, 18),
         slow=rng,
         stream_share=rng.random(),
+        store=MemoryStore() if rng.random() < 0.6 else None,
     )
     expected: dict[str, list[int]] = {}
     doomed: set[str] = set()
@@ -323,6 +386,31 @@ def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int,
     for name, answer in expected.items():
         got = harness.tokens[(name, 0)]
         assert got == (answer[: len(got)] if name in doomed else answer), name
+    harness.assert_idle_books()
+
+
+def test_a_giant_without_resident_chunks_that_has_to_go_finds_its_prompt_again(tmp_path: Path) -> None:
+    """An older one takes the last blocks: the giant's rows are replayed, its prompt comes back from what it left."""
+    harness = small(0, tmp_path, num_blocks=48, store=MemoryStore(), stream_share=0.0, slice_ms=5.0)
+    giant, older = prompt_of(2 * LONG + 3, 5), prompt_of(3, 6)
+    harness.submit("older", older, 175, ignore_eos=True)
+    harness.submit("giant", giant, 20 * GRID, ignore_eos=True)
+    while not harness.tokens[("giant", 0)]:
+        harness.step()
+    sequence, resident = sequence_of(harness, "giant"), 0
+    while not sequence.request.preemptions:
+        assert ("older", 0) not in harness.finished, "there was room for both"
+        resident = sum(block < harness.device.blocks.size for block in sequence.block_table)
+        harness.step()
+    assert resident <= 2 * GRID // BLOCK, "it had no more than its tail"
+    disk, sent = harness.engine.cache.disk, len(harness.tokens[("giant", 0)])
+    assert disk is not None
+    assert disk.stats.reads == 0
+    harness.run()
+    assert disk.stats.reads == 2 * LONG // BLOCK + 1, "every block of the prompt's whole chunks, and the state"
+    assert 0 < sent < 20 * GRID
+    assert harness.tokens[("giant", 0)] == ORACLE.answer(giant, 20 * GRID, stop_at_eos=False)
+    assert harness.tokens[("older", 0)] == ORACLE.answer(older, 175, stop_at_eos=False)
     harness.assert_idle_books()
 
 

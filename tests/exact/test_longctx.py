@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns.budget import first_seed
-from tests.exact.families import DTYPES, FAMILIES, GRID, prompt_of
+from tests.exact.families import BLOCK, DTYPES, FAMILIES, GRID, prompt_of
 from tests.exact.longctx import TIERS, Case, LongProbe, compare_with_resident, small_device
 from tiers.layout import Part
 from tiers.spill import SpillError
@@ -41,16 +41,26 @@ def test_one_flipped_bit_below_the_device_is_seen_in_the_next_logits(tmp_path: P
     damaged.engine.close()
 
 
-def test_a_prefix_that_is_larger_than_the_device_is_attached_where_it_lies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["host", "spill", "spill and a small host tier"])
+def test_a_prefix_that_is_larger_than_the_device_comes_back_without_being_on_it(below: str, tmp_path: Path) -> None:
+    """From the host tier where it lies; from records by way of the spill where the host tier has no room for it."""
     prompt = prompt_of(NUM_CHUNKS * GRID + 5, 3)
-    config = small_device("qwen3_5", tmp_path / "models", "float32", 0.0, tier="host", folder=tmp_path)
+    more = {"host_bytes": 1 << 16} if "small" in below else {}
+    tier = "host" if below == "host" else "spill"
+    config = small_device("qwen3_5", tmp_path / "models", "float32", 0.0, tier=tier, folder=tmp_path, **more)
     probe = LongProbe(config)
     cold = probe.serve(prompt, 3)
-    assert probe.usage_of_last().cached_host == 0
+    assert probe.usage_of_last().cached_host == probe.usage_of_last().cached_disk == 0
     again = probe.serve([*prompt], 3)
     usage = probe.usage_of_last()
-    assert usage.cached_device + usage.cached_host == NUM_CHUNKS * GRID
-    assert usage.cached_host > 0
+    assert usage.cached_device + usage.cached_host + usage.cached_disk == NUM_CHUNKS * GRID
+    assert (usage.cached_host if below == "host" else usage.cached_disk) > 0
+    assert probe.engine.device.num_usable_blocks < NUM_CHUNKS * GRID // BLOCK // 2
+    residence = probe.residences[0]
+    assert residence.host + residence.spill > NUM_CHUNKS * GRID // BLOCK // 2
+    if more:
+        assert probe.engine.cache.host is not None
+        assert 0 < probe.engine.cache.host.chunks.size < NUM_CHUNKS * GRID // BLOCK // 2
     assert not probe.engine.cache.restorer.in_flight
     assert again == cold
     probe.engine.close()

@@ -22,6 +22,7 @@ SETTINGS = LongSettings(
     seed=0,
     with_whole=True,
     questions=("needle",),
+    rounds=0,
 )
 LINKS = Links(memory=4e9, disk=2e9, pipeline=1e9)
 ANSWER = Answered("needle", 4000, "12345", is_right=True, prefill_s=2.0, token_s=0.1)
@@ -82,5 +83,5 @@ def test_links_are_measured_through_the_file_and_the_reader_of_the_daemon(
 def test_a_share_that_two_chunks_exceed_is_refused_before_anything_is_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["bench", "longctx", "--context", "4096", "--resident", "0.1"]) == ExitCode.USAGE
-    assert "less than two chunks of 1,024" in capsys.readouterr().err
+    assert run(["bench", "longctx", "--context", "4096", "--resident", "0.05"]) == ExitCode.USAGE
+    assert "less than two chunks of 128" in capsys.readouterr().err

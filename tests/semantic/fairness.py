@@ -95,11 +95,15 @@ class _Run:
     def __init__(self, tier: str, folder: str) -> None:
         self.drawn: dict[str, int] = {}
         self.rng = random.Random(0)
-        room = 2 * (GIANT_TOKENS + (1 << 14)) // BLOCK * _block_bytes()
+        probe = _engine(64 << 20, self._receive, {})
+        layout = probe.device.layout
+        probe.close()
+        room = 2 * (GIANT_TOKENS + (1 << 14)) // BLOCK * layout.block_bytes
         lower: dict[str, object] = {"host_bytes": room}
         if tier == "disk":
             lower = {"disk_path": folder, "spill_bytes": room}
-        self.engine = _engine(RESIDENT_TOKENS // BLOCK * _block_bytes() + (16 << 20), self._receive, lower)
+        pool_bytes = RESIDENT_TOKENS // BLOCK * layout.block_bytes + 12 * layout.slot_bytes
+        self.engine = _engine(pool_bytes, self._receive, lower)
 
     def submit(self, name: str, prompt_len: int, max_tokens: int) -> None:
         ids = array("i", (self.rng.randrange(VOCAB_SIZE) for _ in range(prompt_len))).tobytes()
@@ -143,10 +147,6 @@ def _engine(pool_bytes: int, send: object, lower: dict[str, object]) -> Engine:
         growth_window=BLOCK, stream_share=0.5, **lower,  # type: ignore[arg-type]
     )  # fmt: skip
     return start(config, send=send, progress=lambda done, total: None)[0]  # type: ignore[arg-type]
-
-
-def _block_bytes() -> int:
-    return 98_304
 
 
 def _pace(times: list[tuple[float, float]]) -> Pace:
