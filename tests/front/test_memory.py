@@ -130,8 +130,8 @@ def test_a_storm_of_requests_half_of_them_cut_short_leaves_nothing(
         assert min(ways.values()) > 0
         assert len(ways) == 5
         assert blocks_per_kilo < (5 if budget.is_full() else 50)
-        if tunables:
-            assert bytes_per_kilo < 1024
+        if tunables:  # a short run has warmed up little: a leak of 8 bytes a request shows all the same
+            assert bytes_per_kilo < (1024 if budget.is_full() else 8192)
         if budget.is_full():  # as it is served the caches still fill: 1 to 1.5 KB after 80,000 requests
             assert resident_per_kilo < (1024 if tunables else 2048)
 
