@@ -27,11 +27,15 @@ def draw(result: dict[str, Any], picture: Path) -> None:
         limits = [1000 * (row["limit_token_s"] or row["token_s"]) for row in rows]
         axes[0].plot(shares, limits, "--", color=COLOURS[tier], linewidth=1, label=f"{tier}: limit")
         axes[1].plot(shares, [row["prefill_tokens_per_s"] for row in rows], "o-", color=COLOURS[tier], label=tier)
-    axes[0].set(title="Decode", xlabel="% of the context on the device", ylabel="ms a token", ylim=(0, None))
-    axes[1].set(title="Prefill", xlabel="% of the context on the device", ylabel="tokens/s", ylim=(0, None))
+    axes[0].set(title="Decode", xlabel="% of the context on the device", ylabel="ms a token")
+    axes[1].set(title="Prefill", xlabel="% of the context on the device", ylabel="tokens/s")
+    shown = sorted({100 * row["share"] for row in budgets})
     for axis in axes:
         axis.set_xscale("log")
         axis.invert_xaxis()
+        axis.set_xticks(shown, labels=[f"{share:g}" for share in shown])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend()
     figure.savefig(picture, dpi=130)
