@@ -24,7 +24,7 @@ from tests.parity.rounding import MAKERS, SMOOTH_MAKERS, Differences, compare, l
 
 NUM_SEEDS = 4
 NUM_TEXTS = 4
-LENGTHS = (100, 300)
+LENGTHS = (160,)
 BAR = 2.0
 RESULT = Path("tests/campaigns/results/parity.json")
 
