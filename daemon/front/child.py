@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from daemon.front.processor import all_given
+from daemon.front.processor import as_given
 
 
 class Child:
@@ -31,7 +31,7 @@ class Child:
         Raises:
             OSError: it cannot be started.
         """
-        with all_given():
+        with as_given():
             self._popen = subprocess.Popen(
                 command,
                 pass_fds=tuple(pass_fds),

@@ -17,7 +17,7 @@ from downcore.v1 import admin_pb2 as pb
 
 from daemon import logs
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import gateway, memory, tracing
+from daemon.front import gateway, memory, processor, tracing
 from daemon.front.access import ADMIN, CACHE, GENERATION, HEALTH, VLLM_ENGINE
 from daemon.front.admin import AdminService
 from daemon.front.cache import CacheService
@@ -106,6 +106,7 @@ class _Front:
             engine.cancel()
             await self._tokenizers.stop()
             raise
+        processor.go_first()
         ticking = asyncio.create_task(self._tick(generation))
         guarding = asyncio.create_task(self._guard())
         announcing = asyncio.create_task(self._announce(listening))
