@@ -57,14 +57,12 @@ class Streaming:
         """Why a sequence larger than the device could never run; None where it could."""
         total = self.device.blocks_for(max_len)
         tail = TAIL_CHUNKS * self.chunk_blocks + (n - 1) * (self.chunk_blocks + 1)
-        if tail > self.device.num_usable_blocks:
-            usable = self.device.num_usable_blocks
+        usable, most = self.device.num_usable_blocks, self.residency.most_blocks
+        if tail > usable:
             return f"a sequence larger than the device needs {tail} resident blocks at least; the device has {usable}"
-        if total * n > self.residency.most_blocks:
-            rooms = f"the device has {self.device.num_usable_blocks}, the tiers below it {self.residency.most_blocks}"
-            return (
-                f"{max_len} tokens with the answer and n = {n} need {total * n} blocks of {self._size} tokens; {rooms}"
-            )
+        if total * n > most:
+            needed = f"{total * n} blocks of {self._size} tokens; the device has {usable}, the tiers below it {most}"
+            return f"{max_len} tokens with the answer and n = {n} need {needed}"
         return None
 
     def rate_error(self, max_len: int) -> str | None:
@@ -93,8 +91,7 @@ class Streaming:
         """Takes what a streamed sequence holds from the start, and attaches what is known of its prompt where it lies.
 
         Where it may load, what has records alone begins to come to the spill. Returns what the sequence resumes from,
-        or None with nothing held. Siblings' tails and slots are the caller's to take: for each of them as many blocks
-        as `sibling_blocks` says are left.
+        or None with nothing held. Siblings' slots and tails of `sibling_blocks` are the caller's to take.
         """
         whole, in_memory = self._attachable(match, with_records=may_load), self._attachable(match)
         acquired = self._acquire(sequence, whole)
