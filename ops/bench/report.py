@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -67,6 +68,12 @@ def write_record(name: str, figures: Mapping[str, Any], folder: Path) -> Path:
     value = {"date": now.isoformat(timespec="seconds"), **figures}
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def draw(script: str, record: Path) -> None:
+    """A record as a PNG beside it, drawn by a script of this folder in a process of its own."""
+    command = [sys.executable, str(Path(__file__).parent / script), str(record), str(record.with_suffix(".png"))]
+    subprocess.run(command, check=True)
 
 
 def versions() -> dict[str, str | None]:

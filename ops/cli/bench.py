@@ -19,7 +19,6 @@ from downcore.v1 import admin_pb2
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-import ops.bench
 from ops.bench.load import Prompts
 from ops.bench.measure import Measurement, Reference, Settings
 from ops.bench.replay import HYBRID, HYBRID_BYTES_PER_TOKEN, HYBRID_CHECKPOINT_BYTES, Replay, decision_times
@@ -28,7 +27,7 @@ from ops.bench.replay_report import as_plain as replay_as_plain
 from ops.bench.replay_report import print_report as print_replay
 from ops.bench.replay_report import write_json as write_replay
 from ops.bench.replay_trace import TraceError, read_traces, trace_files
-from ops.bench.report import RESULTS, Report, as_plain, print_report, write_json
+from ops.bench.report import RESULTS, Report, as_plain, draw, print_report, write_json
 from ops.child import ChildDaemon, ending_signals
 from ops.cli.app import HELP_NAMES, Format, FormatOption, make_app, run_app
 from ops.cli.bench_front import front
@@ -96,8 +95,7 @@ def bench(
     report = _measure(folder, name or folder.name, settings, used_threads, reference, progress)
     path = write_json(report, results)
     if plot:
-        script = Path(ops.bench.__path__[0]) / "plot.py"
-        subprocess.run([sys.executable, str(script), str(path), str(path.with_suffix(".png"))], check=True)
+        draw("plot.py", path)
     if output is not Format.TABLE:
         print_data(as_plain(report), output)
     else:

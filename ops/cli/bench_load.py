@@ -2,8 +2,6 @@
 
 import ipaddress
 import secrets
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +10,9 @@ import typer
 import uvloop
 from downcore.v1 import admin_pb2
 
-import ops.bench
 from ops.bench.load_report import as_plain, make_report, print_report, result_name, write_json
 from ops.bench.load_run import MAX_REQUESTS, Load, LoadSettings, Run
+from ops.bench.report import draw
 from ops.cli.app import Format, FormatOption, ServerOption, server_target
 from ops.cli.client import ADMIN, connect, connect_async
 from ops.cli.errors import CliError, ExitCode
@@ -96,8 +94,7 @@ def load(
         path = path or Path(result_name(report)).with_suffix(".json")
         write_json(report, run, path)
     if plot and path is not None:
-        script = Path(ops.bench.__path__[0]) / "load_plot.py"
-        subprocess.run([sys.executable, str(script), str(path), str(path.with_suffix(".png"))], check=True)
+        draw("load_plot.py", path)
     if output is not Format.TABLE:
         print_data(as_plain(report), output)
     else:

@@ -1,8 +1,6 @@
 """downcore bench longctx: one long context with ever less of it on the device."""
 
 import os
-import subprocess
-import sys
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-import ops.bench
 from ops.bench.longctx import LongMeasurement, LongSettings
 from ops.bench.longctx_report import as_plain, print_report, write_json
-from ops.bench.report import RESULTS
+from ops.bench.report import RESULTS, draw
 from ops.child import ending_signals
 from ops.cli.app import Format, FormatOption
 from ops.cli.errors import CliError, ExitCode
@@ -77,8 +74,7 @@ def longctx(
         report = LongMeasurement(model or TINY_HYBRID, settings, lambda text: status.update(text)).measure()
     path = write_json(report, results)
     if plot:
-        script = Path(ops.bench.__path__[0]) / "longctx_plot.py"
-        subprocess.run([sys.executable, str(script), str(path), str(path.with_suffix(".png"))], check=True)
+        draw("longctx_plot.py", path)
     if output is not Format.TABLE:
         print_data(as_plain(report), output)
     else:
