@@ -43,14 +43,14 @@ class DeviceTransfer:
 
     def to_host(self, image: Image, chunks: Sequence[int], fence: Fence) -> None:
         """From the device into chunks of the arena, in order."""
-        for part, chunk in self._parts(self._tensor(image), chunks):
-            self._copy(chunk, part, fence)
+        pairs = self._parts(self._tensor(image), chunks)
+        self._copy([chunk for _, chunk in pairs], [part for part, _ in pairs], fence)
         self.arrived()
 
-    def to_device(self, chunks: Sequence[int], image: Image, fence: Fence) -> None:
+    def to_device(self, moves: Sequence[tuple[Sequence[int], Image]], fence: Fence) -> None:
         """And back."""
-        for part, chunk in self._parts(self._tensor(image), chunks):
-            self._copy(part, chunk, fence)
+        pairs = [pair for chunks, image in moves for pair in self._parts(self._tensor(image), chunks)]
+        self._copy([part for part, _ in pairs], [chunk for _, chunk in pairs], fence)
 
     def arrived(self) -> None:
         """Returns when all that this thread has given to the device is there."""
@@ -69,14 +69,14 @@ class DeviceTransfer:
     def land(self, image: Image, landing: memoryview, fence: Fence) -> None:
         """A filled buffer becomes the image's bytes."""
         if not self.is_direct:
-            self._copy(self._tensor(image), torch.frombuffer(landing, dtype=torch.uint8), fence)
+            self._copy([self._tensor(image)], [torch.frombuffer(landing, dtype=torch.uint8)], fence)
 
     def view(self, image: Image, fence: Fence) -> memoryview:
         """An image's bytes to be read by the host."""
         tensor = self._tensor(image)
         if not self.is_direct:
             copied = torch.empty(tensor.shape, dtype=torch.uint8)
-            self._copy(copied, tensor, fence)
+            self._copy([copied], [tensor], fence)
             self.arrived()
             tensor = copied
         return tensor.numpy().data
@@ -113,14 +113,16 @@ class DeviceTransfer:
             held = self._local.staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return held[:num_bytes]
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], fence: Fence) -> None:
         assert isinstance(fence, DeviceFence)
         if fence.event is None:
-            np.copyto(target.numpy(), source.numpy())  # torch would start compute threads of this thread's own
+            for target, source in zip(targets, sources, strict=True):
+                np.copyto(target.numpy(), source.numpy())  # torch would start compute threads of this thread's own
             return
         stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = torch.cuda.Stream(self.pools.blocks.device)
         stream.wait_event(fence.event)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            # One call for all: it leaves the interpreter to other threads, where a call each waits for it each time.
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -60,6 +60,11 @@ class StateLayout:
     planes: tuple[Plane, ...]
     slots: tuple[SlotTensor, ...]
     block_size: int
+    # Worked out once: they are asked for with every block that moves.
+    block_parts: tuple[Part, ...] = field(init=False, repr=False, compare=False)  # each plane's place in a block image
+    slot_parts: tuple[Part, ...] = field(init=False, repr=False, compare=False)  # each slot tensor's in a slot image
+    block_bytes: int = field(init=False, repr=False, compare=False)  # of a block image, padding included
+    slot_bytes: int = field(init=False, repr=False, compare=False)  # of a slot image; 0 for a model without slots
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.planes] + [s.name for s in self.slots]
@@ -75,26 +80,13 @@ class StateLayout:
                 )
         for slot in self.slots:
             _check_part(slot.name, slot.dtype, slot.shape)
-
-    @property
-    def block_parts(self) -> tuple[Part, ...]:
-        """Each plane's place in a block image."""
-        return _place((p.name, p.dtype, (self.block_size // p.tokens_per_row, *p.row_shape)) for p in self.planes)
-
-    @property
-    def slot_parts(self) -> tuple[Part, ...]:
-        """Each slot tensor's place in a slot image."""
-        return _place((s.name, s.dtype, s.shape) for s in self.slots)
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block image, padding included."""
-        return _end(self.block_parts)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Size of a slot image, padding included; 0 for a model without slots."""
-        return _end(self.slot_parts)
+        rows = self.block_size
+        block_parts = _place((p.name, p.dtype, (rows // p.tokens_per_row, *p.row_shape)) for p in self.planes)
+        slot_parts = _place((s.name, s.dtype, s.shape) for s in self.slots)
+        object.__setattr__(self, "block_parts", block_parts)
+        object.__setattr__(self, "slot_parts", slot_parts)
+        object.__setattr__(self, "block_bytes", _end(block_parts))
+        object.__setattr__(self, "slot_bytes", _end(slot_parts))
 
     @property
     def bytes_per_token(self) -> int:

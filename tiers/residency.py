@@ -244,7 +244,7 @@ class Residency:
     def load_state(self, node: Node, slot: int) -> None:
         """The state at a node, from the host tier."""
         assert node.host_state is not None
-        self.transfer.to_device(node.host_state.chunks, Image(slot, is_state=True), self.transfer.fence())
+        self.transfer.to_device([(node.host_state.chunks, Image(slot, is_state=True))], self.transfer.fence())
         self.transfer.arrived()
 
     def _hold_source(self, resources: Resources, blocks: Sequence[int], nodes: Sequence[Node | None]) -> None:

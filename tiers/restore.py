@@ -174,9 +174,7 @@ class Restorer:
         return Job(Priority.RESTORE, work, done)
 
     def _from_host(self, batch: Sequence[Load], fence: Fence) -> None:
-        for load in batch:
-            assert load.chunks is not None
-            self.transfer.to_device(load.chunks, load.image, fence)
+        self.transfer.to_device([(load.chunks, load.image) for load in batch if load.chunks is not None], fence)
         self.transfer.arrived()
 
     def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, str]:

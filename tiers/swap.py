@@ -91,19 +91,21 @@ class Swapper:
         slot = device.take_slot(resources)
         fence = self.transfer.fence()
         table: list[int] = []
+        moves: list[tuple[tuple[int, ...], Image]] = []
         for position, chunks in enumerate(swapped.block_chunks):
             node = swapped.nodes[position] if position < len(swapped.nodes) else None
             if node is not None and node.block_id is not None:
                 table.append(node.block_id)
                 continue
             block_id = next(fresh)
-            self.transfer.to_device(chunks, Image(block_id, is_state=False), fence)
+            moves.append((chunks, Image(block_id, is_state=False)))
             if node is not None:
                 assert node.parent is not None, "a held copy keeps its node"
                 device.attach(resources, node, block_id)
             table.append(block_id)
         if swapped.slot_chunks:
-            self.transfer.to_device(swapped.slot_chunks, Image(slot, is_state=True), fence)
+            moves.append((swapped.slot_chunks, Image(slot, is_state=True)))
+        self.transfer.to_device(moves, fence)
         self.transfer.arrived()
         swapped.resources.release()
         return Returned(table, slot)

@@ -32,8 +32,8 @@ class Transfer(Protocol):
         """From the device into chunks of the arena, in order."""
         ...
 
-    def to_device(self, chunks: Sequence[int], image: Image, fence: Fence) -> None:
-        """And back; it has arrived when `arrived` has returned."""
+    def to_device(self, moves: Sequence[tuple[Sequence[int], Image]], fence: Fence) -> None:
+        """And back, of many images at once; they have arrived when `arrived` has returned."""
         ...
 
     def arrived(self) -> None:
