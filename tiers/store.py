@@ -5,6 +5,7 @@ one thread (keeper.py), reads by a few others (reading.py). A disk that fails cl
 are refused until a probe succeeds. Nothing here knows models or sequences; FORMAT.md says what is on disk.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ class StoreLimits:
 
     write_deadline_s: float = 30.0  # for one piece of a write, its commit or a batch of deletes
     read_stall_s: float = 5.0  # a disk that finishes no read for so long is late
-    num_read_threads: int = 4  # some wait for the disk while others decode
+    num_read_threads: int = min(8, max(4, os.cpu_count() or 4))  # some wait for the disk while others decode
     segment_bytes: int | None = None  # None: by what the file system can do
 
 

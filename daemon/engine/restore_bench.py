@@ -1,8 +1,14 @@
-"""Times the way back of a long prefix from a lower tier, beside computing it: a real engine, weights made up."""
+"""Times the way back of a long prefix from a lower tier, beside computing it: a real engine, weights made up.
 
+The same run measures what the way leads over, the link from pinned memory or the disk by direct reads of the records'
+own files, and whether the gate takes the faster way for a prefix of one grid chunk and for the long one.
+"""
+
+import os
 import time
 from array import array
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +19,9 @@ from daemon.engine.engine import Engine
 from daemon.engine.start import start
 from daemon.messages import Rejected, SamplingParams, Started, Submit, ToFront, Usage
 from kernels.host import ints
+from tiers.files import aligned_buffer
+from tiers.reading import RUN_BYTES
+from tiers.store import StoreLimits
 
 SUFFIX_TOKENS = 64  # of the prompt, past the last position of the grid
 ROOM = 1.3  # of the lower tier, times the prefix
@@ -54,33 +63,128 @@ def time_restore(config: Path, tier: str, context_len: int) -> dict[str, object]
         served = Served()
         engine, info = start(settings, send=served.take, progress=lambda _done, _total: None)
         ids = ints(torch.randint(3, info.vocab_size, (context_len + SUFFIX_TOKENS,)))
+        other = ints(torch.randint(3, info.vocab_size, (info.grid + SUFFIX_TOKENS,)))
         with torch.inference_mode():
-            _serve(engine, "compile", ids[: 2 * info.grid + 7])
-            engine.device.drop_cache()
-            computed_s = _serve(engine, "cold", ids)
-            _settle(engine)
-            engine.device.drop_cache()
-            restored_s = _serve(engine, "again", ids)
-            engine.device.drop_cache()
-            restored_s = min(restored_s, _serve(engine, "third", ids))
+            # Once for the kernels to be compiled, for short and for long histories.
+            _serve(engine, "compile", ids[::-1])
+            short = _way_back(engine, served, "short", other)
+            long = _way_back(engine, served, "long", ids)
+            suffix_s = _serve(engine, "on the device", ids)
+        lower = engine.cache.host if tier == "host" else engine.cache.disk
+        assert lower is not None
         engine.close()
-    usage = served.usage["third"]
-    cached = usage.cached_host if tier == "host" else usage.cached_disk
+        if tier == "host":
+            way_bytes_per_s = _link_bytes_per_s()
+        else:
+            way_bytes_per_s = _disk_bytes_per_s(sorted((Path(folder) / "tier").rglob("*.seg")))
     layout = engine.device.layout
+    usage = long.usage
+    cached = usage.cached_host if tier == "host" else usage.cached_disk
     loaded_bytes = cached * layout.block_bytes // layout.block_size + layout.slot_bytes
     load_s = sum(load.end_s - load.begin_s for load in usage.loads)
     return {
         "tier": tier,
         "context_tokens": context_len,
-        "computed_s": computed_s,
-        "restored_s": restored_s,
+        "computed_s": long.computed_s,
+        "restored_s": long.restored_s,
+        "suffix_s": suffix_s,  # of the same prompt with its prefix on the device
         "cached_tokens": cached,
         "loaded_bytes": loaded_bytes,
+        "stored_bytes": long.read_bytes,  # as they lie in the tier, coded on disk
         "load_s": load_s,
         "loaded_bytes_per_s": loaded_bytes / load_s if load_s else 0.0,
-        "times_faster": computed_s / restored_s,
-        "tokens_per_s": context_len / restored_s,
+        "way_bytes_per_s": way_bytes_per_s,  # of the link or the disk, measured in this run
+        "floor_s": long.read_bytes / way_bytes_per_s + suffix_s,
+        "times_faster": long.computed_s / long.restored_s,
+        "tokens_per_s": context_len / long.restored_s,
+        "gates": [short.gate(), long.gate()],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """A prompt computed, loaded, and left to the gate."""
+
+    num_tokens: int
+    computed_s: float
+    restored_s: float
+    read_bytes: int  # of its restore
+    usage: Usage  # of the restored prompt
+    was_loaded: bool  # when the gate had the choice
+
+    def gate(self) -> dict[str, object]:
+        """What the gate chose, and what was faster."""
+        return {
+            "tokens": self.num_tokens,
+            "computed_s": self.computed_s,
+            "restored_s": self.restored_s,
+            "gate_loads": self.was_loaded,
+            "loading_is_faster": self.restored_s < self.computed_s,
+        }
+
+
+def _way_back(engine: Engine, served: Served, name: str, ids: list[int]) -> WayBack:
+    """Each restore twice, of which the faster one counts: the first one meets cold memory."""
+    cache = engine.cache
+    computed_s = _serve(engine, f"{name} cold", ids)
+    _settle(engine)
+    costs, cache.costs = cache.costs, replace(cache.costs, is_gated=False)
+    restored: list[float] = []
+    before = after = 0
+    for turn in range(2):
+        engine.device.drop_cache()
+        before = _read_bytes(engine)
+        restored.append(_serve(engine, f"{name} {turn}", ids))
+        after = _read_bytes(engine)
+    cache.costs = costs
+    engine.device.drop_cache()
+    _serve(engine, f"{name} gated", ids)
+    chosen = served.usage[f"{name} gated"]
+    usage = served.usage[f"{name} {restored.index(min(restored))}"]
+    was_loaded = chosen.cached_host + chosen.cached_disk > 0
+    return WayBack(len(ids) - SUFFIX_TOKENS, computed_s, min(restored), after - before, usage, was_loaded)
+
+
+def _read_bytes(engine: Engine) -> int:
+    """That were read from lower tiers so far."""
+    tiers = (engine.cache.host, engine.cache.disk)
+    return sum(tier.stats.read_bytes for tier in tiers if tier is not None)
+
+
+def _link_bytes_per_s() -> float:
+    """From pinned memory to the device, one long copy."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    seconds: list[float] = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return host.nbytes / min(seconds)
+
+
+def _disk_bytes_per_s(paths: list[Path]) -> float:
+    """Of the files whole, by direct reads in pieces of a restore's, as many at a time as a restore has."""
+    pieces = [(path, at) for path in paths for at in range(0, path.stat().st_size, RUN_BYTES)]
+    num_threads = StoreLimits().num_read_threads
+
+    def read(number: int) -> int:
+        """Every `num_threads`th piece."""
+        buffer, num_bytes = aligned_buffer(RUN_BYTES), 0
+        for path, at in pieces[number::num_threads]:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                num_bytes += os.preadv(fd, [buffer], at)
+            finally:
+                os.close(fd)
+        return num_bytes
+
+    with ThreadPoolExecutor(num_threads) as readers:
+        began = time.perf_counter()
+        num_bytes = sum(readers.map(read, range(num_threads)))
+        return num_bytes / (time.perf_counter() - began)
 
 
 def _serve(engine: Engine, name: str, ids: list[int]) -> float:
