@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 
 
 def files(pattern: str) -> list[str]:
@@ -24,14 +25,14 @@ def files(pattern: str) -> list[str]:
     return sorted(path.name for path in FOLDER.glob(pattern))
 
 
-def run_inner(name: str, plugin: str, environment: dict[str, str]) -> None:
+def run_inner(names: Sequence[str], plugin: str, environment: dict[str, str]) -> None:
     """Fails where the inner run does, or where it had nothing to run."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider"),
         *("-p", f"tests.kernels.gpu.{plugin}", "--confcutdir", str(FOLDER)),
-        *("-o", f"python_files={name}", str(FOLDER / name)),
+        *("-o", f"python_files={' '.join(names)}", *(str(FOLDER / name) for name in names)),
     ]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "TRITON_INTERPRET"))}
     run = subprocess.run(
