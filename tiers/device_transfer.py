@@ -16,12 +16,42 @@ import torch
 from tiers.pools import DevicePools, HostArena
 from tiers.transfer import Fence, Image
 
+MOST_BYTES = 16 << 20  # of one copy: what a step sends to the device meanwhile waits for it
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFence:
     """An event on the stream of compute; None on a CPU, where work is done when its call returns."""
 
     event: "torch.cuda.Event | None"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Run:
+    """Bytes of a pool that come from as many bytes of the arena."""
+
+    is_state: bool  # of the slots, else of the blocks
+    target: int  # where they begin
+    source: int
+    num_bytes: int
+
+
+def _merge(runs: list[_Run]) -> list[_Run]:
+    """The same copies in fewer: neighbours on both sides become one, up to MOST_BYTES."""
+    merged: list[_Run] = []
+    for run in sorted(runs):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.is_state == run.is_state
+            and last.target + last.num_bytes == run.target
+            and last.source + last.num_bytes == run.source
+            and last.num_bytes + run.num_bytes <= MOST_BYTES
+        ):
+            merged[-1] = _Run(last.is_state, last.target, last.source, last.num_bytes + run.num_bytes)
+        else:
+            merged.append(run)
+    return merged
 
 
 class DeviceTransfer:
@@ -49,8 +79,19 @@ class DeviceTransfer:
 
     def to_device(self, moves: Sequence[tuple[Sequence[int], Image]], fence: Fence) -> None:
         """And back."""
-        pairs = [pair for chunks, image in moves for pair in self._parts(self._tensor(image), chunks)]
-        self._copy([part for part, _ in pairs], [chunk for _, chunk in pairs], fence)
+        size, runs = self._arena.chunk_bytes, list[_Run]()
+        for chunks, image in moves:
+            num_bytes = self.pools.layout.slot_bytes if image.is_state else self.pools.layout.block_bytes
+            first = image.id_ * num_bytes
+            runs += [
+                _Run(image.is_state, first + at, chunk * size, min(size, num_bytes - at))
+                for at, chunk in zip(range(0, num_bytes, size), chunks, strict=True)
+            ]
+        pools = self.pools.blocks.view(-1), self.pools.slots.view(-1)
+        arena = self._arena.chunks.view(-1)
+        merged = _merge(runs)
+        targets = [pools[run.is_state][run.target : run.target + run.num_bytes] for run in merged]
+        self._copy(targets, [arena[run.source : run.source + run.num_bytes] for run in merged], fence)
 
     def arrived(self) -> None:
         """Returns when all that this thread has given to the device is there."""

@@ -111,7 +111,7 @@ class Restorer:
         if resident:
             self.device.hold_path(resources, resident[-1])
         num_blocks, num_slots = self.needs(match)
-        blocks = self.device.take_blocks(resources, num_blocks)
+        blocks = sorted(self.device.take_blocks(resources, num_blocks))  # neighbours are copied together
         loads = [
             self._load(resources, node, block, is_state=False) for node, block in zip(missing, blocks, strict=True)
         ]
