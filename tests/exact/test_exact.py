@@ -15,7 +15,7 @@ from ops.models.shipped import TINY_HYBRID
 from tests.e2e.daemon import tiny_model
 from tests.exact.probe import Probe, Snapshot
 
-LENGTHS = (63, 64, 1024, 1025, 2049)  # `make campaign truth` has more, and the small grid below has every one
+LENGTHS = (1, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3000)
 HYBRID_LENGTHS = (63, 1024, 1025, 2048, 2049)
 GRID = 1024
 SMALL_BLOCK, SMALL_GRID = 4, 16
