@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
+
 from daemon.engine.meter_report import Metered, report
 from daemon.engine.runner import Runner
 from daemon.engine.scheduler import Scheduler
@@ -221,6 +223,11 @@ def _ledger(books: Books, query: Query) -> Answer:
     if books.runner.sources is not None and books.runner.sources.spill is not None:
         rows.append(LedgerRow("device", "scratch", "picked blocks", books.runner.sources.spill.cache_bytes, 1))
         rows.append(LedgerRow("device", "scratch", "index keys", books.runner.sources.spill.spill.kept_bytes, 1))
+    if books.pools.blocks.is_cuda:
+        # Graphs, plans, a library's workspaces: with them the device's rows sum to the allocator's own figure.
+        known_bytes = weights.bytes + books.pools.num_bytes
+        scratch_bytes = torch.cuda.memory_allocated(books.pools.blocks.device) - known_bytes
+        rows.append(LedgerRow("device", "scratch", "engine", scratch_bytes, 1))
     return Answer(
         query.query_id, ledger=(weights, *rows), balanced=not findings, findings=tuple(dict.fromkeys(findings))
     )

@@ -1,5 +1,6 @@
 """Exactness on an accelerator: of the cache over all tiers, and of replayed decode steps."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,46 @@ def test_a_lost_device_ends_the_engine_and_a_full_one_does_not() -> None:
     said = run.stdout.splitlines()
     assert said[0] == "goes on", run.stderr
     assert said[1].startswith("ends cuda: CUDA error"), run.stdout
+
+
+LEDGER = """
+import json, torch
+from daemon.config import EngineConfig
+from daemon.messages import Query, QueryKind
+from ops.models.shipped import TINY_HYBRID
+from tests.exact.probe import Probe
+from tests.exact.test_exact import random_ids
+
+probe = Probe(EngineConfig(str(TINY_HYBRID), device="cuda", host_bytes=1 << 28, pool_bytes=1 << 28))
+answers = []
+
+def look():
+    torch.cuda.synchronize()
+    send, probe.engine.send = probe.engine.send, answers.append
+    probe.engine.handle(Query(1, QueryKind.LEDGER))
+    probe.engine.send = send
+    rows = [row for row in answers.pop().ledger if row.tier == "device"]
+    scratch = next(row.bytes for row in rows if row.owner == "engine")
+    return [sum(row.bytes for row in rows), torch.cuda.memory_allocated(), scratch]
+
+found = []
+for turn in range(3):
+    for number in range(12):
+        probe.forget()
+        probe.run(random_ids(100 + 173 * number, number, 8_000), 6)
+    found.append(look())
+print(json.dumps(found))
+"""
+
+
+def test_the_ledger_of_the_device_sums_to_the_allocators_figure_and_stays_there() -> None:
+    run = subprocess.run([sys.executable, "-c", LEDGER], capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert all(declared == allocated for declared, allocated, _ in found)
+    scratch = [row[2] for row in found]
+    assert 0 <= scratch[0] < 256 << 20
+    assert scratch[1] == scratch[2], "the engine's own memory grows"
 
 
 def test_a_mixed_batch_equals_its_members_alone_within_rounding() -> None:
