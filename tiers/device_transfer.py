@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ class DeviceFence:
     event: "torch.cuda.Event | None"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Run:
+class _Run(NamedTuple):
     """Bytes of a pool that come from as many bytes of the arena."""
 
     is_state: bool  # of the slots, else of the blocks

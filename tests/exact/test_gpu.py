@@ -119,7 +119,7 @@ from ops.models.shipped import TINY_HYBRID
 from tests.exact.probe import Probe
 from tests.exact.test_exact import random_ids
 
-probe = Probe(EngineConfig(str(TINY_HYBRID), device="cuda", host_bytes=1 << 28, pool_bytes=1 << 28))
+probe = Probe(EngineConfig(str(TINY_HYBRID), device="cuda", host_bytes=1 << 28, pool_bytes=1 << 29, max_sequences=64))
 answers = []
 
 def look():
