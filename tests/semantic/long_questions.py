@@ -19,6 +19,7 @@ from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
 from daemon.engine.start import start
 from daemon.messages import Rejected, SamplingParams, Started, StepOutput, Submit, ToFront
+from daemon.sizing import CHECKPOINT_SHARE
 from ops.models.shipped import TINY_HYBRID
 from tests.semantic.needles import ANSWER_TOKENS, needle, status
 
@@ -137,6 +138,8 @@ def _engine(room: Room, folder: Path) -> Generator[tuple[Engine, list[ToFront]]]
     layout = probe.device.layout
     probe.close()
     pool_bytes = int((1 + room.share * room.num_tokens) / BLOCK + 1) * layout.block_bytes + 8 * layout.slot_bytes
+    if room.place == "resident":  # beside what checkpoints may take
+        pool_bytes = int(pool_bytes / (1 - CHECKPOINT_SHARE))
     below_bytes = (room.num_tokens + 4 * GRID) // BLOCK * layout.block_bytes + 8 * layout.slot_bytes
     settings: dict[str, object] = {}
     if room.place == "host":
