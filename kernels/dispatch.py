@@ -151,6 +151,9 @@ class Kernels:
     attention: AttentionForms
     recurrent: RecurrentForms
     rows: RowForms
+    # Rows of a byte matrix by ids to rows of another, (source, source_ids, target, target_ids), either on the device or
+    # in pinned memory. None: this form knows its own memory alone.
+    move_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
 
 
 def _plan_in_torch(rows: PagedRows, sizes: AttentionSizes) -> paged_attention.AttentionPlan:

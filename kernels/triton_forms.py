@@ -5,6 +5,7 @@ import torch
 from kernels import (
     triton_activate,
     triton_attention,
+    triton_block_copy,
     triton_causal_conv,
     triton_delta_chunk,
     triton_delta_decode,
@@ -100,4 +101,5 @@ TRITON = Kernels(
         inject=triton_hyper_connections.inject,
         draw=triton_sampling.draw_rows,
     ),
+    move_rows=triton_block_copy.move_rows,
 )

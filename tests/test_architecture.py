@@ -42,7 +42,7 @@ MAY_IMPORT = {
 PARTS = sorted({*MAY_IMPORT, "downcore"}, key=len, reverse=True)
 
 # Within tiers only these may import torch or kernels.
-TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer", "tiers.streamed"}
+TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer", "tiers.staged", "tiers.streamed"}
 # Decisions are functions of what they are given: no torch and no clock.
 TIMELESS = {"daemon.engine.scheduler", "tiers.tree", "tiers.eviction", "tiers.layout", "tiers.ledger"}
 # Run as programs of their own: beside the served model, and on an accelerator.

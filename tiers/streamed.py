@@ -51,7 +51,7 @@ class StreamedPools:
             for part in sources.parts
         }
         if sources.spill is not None:
-            sources.spill.announce(_forecast(sources, table, is_chunk=is_chunk))
+            sources.spill.announce(forecast(sources, table, is_chunk=is_chunk))
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class StreamedPlane:
 
     def _gather(self, ids: torch.Tensor, *, is_picked: bool) -> torch.Tensor:
         host_ids: Ids = ids.numpy(force=True)
-        runs = _runs(self.sources.space, host_ids)
+        runs = runs_of(self.sources.space, host_ids)
         if len(runs) == 1 and runs[0].tier is Tier.DEVICE:
             return self._plane.index_select(0, ids)
         began = time.perf_counter()
@@ -141,7 +141,7 @@ class StreamedPlane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """Neighbours in a gather that are in one tier."""
 
     first: int
@@ -149,7 +149,7 @@ class _Run:
     tier: Tier
 
 
-def _forecast(sources: Sources, table: list[int], *, is_chunk: bool) -> Iterator[tuple[Part, int]]:
+def forecast(sources: Sources, table: list[int], *, is_chunk: bool) -> Iterator[tuple[Part, int]]:
     """What a forward over this table will read of the spill, layer by layer: a chunk by tiles, a row all keys first.
 
     A layer's planes are those whose names differ in their last word.
@@ -165,7 +165,8 @@ def _forecast(sources: Sources, table: list[int], *, is_chunk: bool) -> Iterator
             yield from ((part, extent) for part in parts for extent in extents)
 
 
-def _runs(space: BlockSpace, ids: Ids) -> list[_Run]:
+def runs_of(space: BlockSpace, ids: Ids) -> list[Run]:
+    """Where in a list of ids neighbours are in one tier."""
     tiers = np.searchsorted((space.first_host, space.first_spill), ids, side="right")
     ends = [0, *(np.flatnonzero(np.diff(tiers)) + 1).tolist(), len(ids)]
-    return [_Run(first, last, Tier(int(tiers[first]))) for first, last in pairwise(ends)]
+    return [Run(first, last, Tier(int(tiers[first]))) for first, last in pairwise(ends)]

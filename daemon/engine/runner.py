@@ -7,18 +7,20 @@ changed nothing that anybody reads: its rows lie in private blocks beyond `compu
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
-from daemon.batch import SequenceRows, make_batch
+from daemon.batch import Batch, SequenceRows, make_batch
 from daemon.engine.captured import DecodeRow, Draw
 from daemon.engine.decode_step import CanaryError, Decoded, DecodeStep, takes
 from daemon.engine.sequence import Sequence
 from daemon.layers.steps import HostStageError
 from daemon.models.base import HostStaged, Model, Steps, finish
+from kernels.dispatch import choose_kernels
 from tiers.pools import DevicePools
+from tiers.staged import StagedPools, Stager
 from tiers.streamed import Sources, StreamedPools, StreamStats
 
 CANARY_ROWS = 16  # more than decoding has of a sequence, so that it is a chunk
@@ -48,6 +50,8 @@ class Runner:
         self.sources = sources
         self.pools = pools
         self.shadow_slot = shadow_slot
+        move_rows = choose_kernels(model.facts.device, model.facts.dtype).move_rows
+        self.stager = None if sources is None or move_rows is None else Stager(sources, move_rows)
         self._given: torch.cuda.Event | None = None  # after the latest piece of a chunk
         self.step = DecodeStep(model, pools, captures=replays) if takes(model) else None
 
@@ -100,17 +104,24 @@ class Runner:
             slot_in=_slot_of(sequence),
             slot_out=self.shadow_slot,
         )
-        batch = make_batch([rows], self.pools.layout.block_size, self.pools.blocks.device)
         if isinstance(self.model, HostStaged):
             following = sequence.token_ids[end : min(end + len(rows.token_ids), sequence.request.prompt_len)]
             if following:
                 self.model.prefetch(sequence.token_ids[start:end], following)
         if sequence.stream is None or not sequence.stream.below:
-            return Chunk(sequence, start, end, self.model.forward(batch, self.pools), None)
+            return Chunk(sequence, start, end, self.model.forward(self._batch([rows]), self.pools), None)
+        # What stands for the pools has of them what layers use.
         assert self.sources is not None
-        streamed = StreamedPools(self.sources, sequence.block_table, is_chunk=end - start > 1)
-        # It has of the pools what layers use.
-        return Chunk(sequence, start, end, self.model.forward(batch, cast(DevicePools, streamed)), streamed.stats)
+        if self.stager is None:
+            streamed = StreamedPools(self.sources, sequence.block_table, is_chunk=end - start > 1)
+            forward = self.model.forward(self._batch([rows]), cast(DevicePools, streamed))
+            return Chunk(sequence, start, end, forward, streamed.stats)
+        size = self.pools.layout.block_size
+        table = sequence.block_table[: -(-end // size)]
+        staged = StagedPools(self.stager, table, start // size)
+        batch = self._batch([replace(rows, block_table=list(range(len(table))))])
+        forward = self.model.forward(batch, cast(DevicePools, staged))
+        return Chunk(sequence, start, end, _then(forward, staged.finish), staged.stats)
 
     def advance(self, chunk: Chunk, slice_s: float) -> torch.Tensor | None:
         """Computes for about `slice_s` seconds; logits [1, vocab_size] once the chunk is whole, else None."""
@@ -146,8 +157,17 @@ class Runner:
         self._given = event
 
     def _forward(self, rows: list[SequenceRows]) -> torch.Tensor:
-        batch = make_batch(rows, self.pools.layout.block_size, self.pools.blocks.device)
-        return finish(self.model.forward(batch, self.pools))
+        return finish(self.model.forward(self._batch(rows), self.pools))
+
+    def _batch(self, rows: list[SequenceRows]) -> Batch:
+        return make_batch(rows, self.pools.layout.block_size, self.pools.blocks.device)
+
+
+def _then(forward: Steps, end: Callable[[], None]) -> Steps:
+    """A forward, and what is to be done when it is whole."""
+    logits = yield from forward
+    end()
+    return logits
 
 
 def _decode_row(sequence: Sequence, draw: Draw | None) -> DecodeRow:

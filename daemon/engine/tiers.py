@@ -6,6 +6,7 @@ from pathlib import Path
 from daemon.config import EngineConfig, EvictionPolicy
 from daemon.models.base import Compute, Model
 from daemon.sizing import Division
+from kernels.dispatch import choose_kernels
 from tiers.cache import Costs, LowerTiers, TieredCache
 from tiers.device import DeviceTier
 from tiers.device_transfer import DeviceTransfer
@@ -83,9 +84,10 @@ def make_tuner(config: EngineConfig, cache: TieredCache) -> Tuner | None:
 
 
 def may_stream(config: EngineConfig, model: Model) -> bool:
-    """Whether sequences larger than the device may run. On an accelerator none: its kernels read planes in its own
-    memory, and know no others."""
-    return config.stream_blocks and model.caps.streaming and model.facts.device.type == "cpu"
+    """Whether sequences larger than the device may run. On an accelerator that takes a kernel which reads the host."""
+    facts = model.facts
+    reads_below = facts.device.type == "cpu" or choose_kernels(facts.device, facts.dtype).move_rows is not None
+    return config.stream_blocks and model.caps.streaming and reads_below
 
 
 def make_sources(cache: TieredCache, pools: DevicePools) -> Sources | None:

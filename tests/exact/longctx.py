@@ -63,6 +63,10 @@ class LongProbe(Probe):
         self.engine.check()
         return self.draws
 
+    def answer(self) -> list[int]:
+        """Tokens of the request that was served last."""
+        return self._answers[f"p{self._count}"]
+
     def run_until_idle(self) -> None:
         """Steps until nothing is left, with free blocks and slots full of NaN and the books checked all the time."""
         while not (self.engine.is_idle and self.engine.cache.is_settled):
@@ -77,7 +81,7 @@ class LongProbe(Probe):
         table = sequence.block_table[: -(-length // layout.block_size)]
         planes, slots = hashlib.blake2b(), hashlib.blake2b()
         # Every byte of the planes at some draws; the logits of the others say the rest.
-        images = [self._image(block) for block in table] if len(self.draws) % 5 == 0 else []
+        images = [self._image(block).cpu() for block in table] if len(self.draws) % 5 == 0 else []
         for part, plane in zip(layout.block_parts, layout.planes, strict=True):
             if not images:
                 break
@@ -85,8 +89,8 @@ class LongProbe(Probe):
             planes.update(rows.view(-1, part.num_bytes // part.shape[0])[: length // plane.tokens_per_row].numpy().data)
         for slot in layout.slots:
             state = engine.pools.slot_tensors[slot.name][sequence.slot]
-            slots.update(state.contiguous().flatten().view(torch.uint8).numpy().data)
-        digest = hashlib.blake2b(logits.contiguous().numpy().tobytes()).hexdigest()
+            slots.update(state.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+        digest = hashlib.blake2b(logits.contiguous().cpu().numpy().tobytes()).hexdigest()
         self.draws.append(Drawing(length, digest, planes.hexdigest(), slots.hexdigest()))
         space = engine.cache.residency.space if engine.cache.residency is not None else None
         tiers = [Tier.DEVICE if space is None else space.tier_of(block) for block in table]

@@ -15,6 +15,7 @@ from daemon.engine.decode_step import DecodeStep
 from daemon.models.base import finish
 from daemon.models.load import load_model
 from ops.models.shipped import TINY_HYBRID
+from tests.exact.longctx import LongProbe
 from tests.exact.test_exact import GRID, Step, assert_same_bytes, random_ids, run_process
 from tiers.pools import DevicePools
 
@@ -86,6 +87,26 @@ def test_replayed_steps_have_the_bytes_of_eager_ones_and_replays_happened() -> N
             assert torch.equal(replayed, eager)
 
 
+@pytest.mark.parametrize("tier", ["host", "spill"])
+def test_a_sequence_larger_than_the_device_has_the_bytes_of_a_resident_one(tier: str, tmp_path: Path) -> None:
+    """Of the draw after its prompt: logits, every plane wherever its blocks are, every slot. Its tokens follow."""
+    grid, prompt = 256, random_ids(3100, 71, 8_000)
+    settings = {"device": "cuda", "grid": grid, "max_sequences": 1, "break_even": False}
+    whole = LongProbe(EngineConfig(str(TINY_HYBRID), pool_bytes=1 << 28, **settings))  # type: ignore[arg-type]
+    expected, answer = whole.serve(prompt, 30), whole.answer()
+    whole.engine.close()
+    layout = whole.engine.device.layout
+    room = {"pool_bytes": 6 * layout.slot_bytes + (2 * grid // 64 + 6) * layout.block_bytes, "stream_share": 0.0}
+    below = {"host_bytes": 1 << 28} if tier == "host" else {"disk_path": str(tmp_path), "spill_bytes": 1 << 28}
+    probe = LongProbe(EngineConfig(str(TINY_HYBRID), **settings, **room, **below))  # type: ignore[arg-type]
+    found = probe.serve(prompt, 30)
+    assert probe.most_read_bytes > 0, "nothing was streamed"
+    assert min(residence.host + residence.spill for residence in probe.residences) > 0, "everything was resident"
+    assert found[0] == expected[0]
+    assert probe.answer() == answer
+    probe.engine.close()
+
+
 FAULTS = """
 import torch
 from daemon.engine.faults import DeviceFault, end_if_sticky
@@ -117,6 +138,7 @@ from daemon.config import EngineConfig
 from daemon.messages import Query, QueryKind
 from ops.models.shipped import TINY_HYBRID
 from tests.exact.probe import Probe
+from tests.exact.longctx import LongProbe
 from tests.exact.test_exact import random_ids
 
 probe = Probe(EngineConfig(str(TINY_HYBRID), device="cuda", host_bytes=1 << 28, pool_bytes=1 << 29, max_sequences=64))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
-from kernels.triton_block_copy import gather_images, scatter_images
+from kernels.triton_block_copy import gather_images, move_rows, scatter_images
 from kernels.triton_qk_rope import turn_and_write
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, NAN_BYTE, pool, randn, relative_error
 
@@ -91,6 +91,10 @@ def test_images_are_the_rows_and_nothing_else_moves(row_bytes):
     scatter_images(images[:3], target, ids)
     assert torch.equal(target[ids], rows[ids])
     assert not target[[1, 2, 3, 4]].any()
+    moved = torch.zeros_like(rows)
+    move_rows(rows, ids, moved, ids.flip(0))
+    assert torch.equal(moved[ids.flip(0)], rows[ids])
+    assert not moved[[1, 2, 3, 4]].any()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="pinned memory needs a GPU")
