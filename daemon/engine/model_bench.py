@@ -1,7 +1,8 @@
 """Times one model at its real shapes, weights made up: `python -m daemon.engine.model_bench CONFIG PART...`
 
-A part is `decode:ROWS:CONTEXT`, `eager:ROWS:CONTEXT`, `prefill:CONTEXT` or `restore:TIER:CONTEXT`; each prints one JSON
-object. The history of a step is made up as well: it reads as many pages as a real one, and nobody has to compute them.
+A part is `decode:ROWS:CONTEXT`, `eager:ROWS:CONTEXT`, `prefill:CONTEXT`, `stream:CONTEXT:PERCENT` (so much of it on the
+device, the rest in host memory) or `restore:TIER:CONTEXT`; each prints one JSON object. The history of a step is made
+up as well: it reads as many pages as a real one, and nobody has to compute them.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from daemon.batch import SequenceRows, make_batch
 from daemon.engine.captured import DecodeRow, Draw
 from daemon.engine.decode_step import DecodeStep, takes
 from daemon.engine.restore_bench import time_restore
+from daemon.engine.stream_bench import time_stream
 from daemon.layers.parameters import Parameters
 from daemon.models.base import BuildOptions, HostStaged, Model
 from daemon.models.load import build_model, choose_tile, read_shape
@@ -124,6 +126,9 @@ def run_part(built: Built, part: str) -> dict[str, object]:
             return time_decode(built, num_rows, context_len, captures=False)
         case "prefill", [context_len]:
             return time_prefill(built, context_len)
+        case "stream", [context_len, percent]:
+            pools = partial(_made_up_pools, built.model, num_rows=1)
+            return time_stream(built.model, pools, context_len=context_len, percent=percent, grid=GRID)
         case _:
             raise ValueError(f"unknown part {part!r}")
 
