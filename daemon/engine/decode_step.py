@@ -116,11 +116,13 @@ class DecodeStep:
             slots.zero_()
             logits = run().logits[:num_own]
             found.append((logits.clone(), slots[1:].clone()))
-        inputs.fill([])
+        is_finite = bool(found[0][0].isfinite().all())
+        is_equal = all(torch.equal(*both) for both in zip(found[0], found[-1], strict=True))
         slots.zero_()
-        if not bool(found[0][0].isfinite().all()):
+        inputs.fill([])  # no step reads them any more: what is equal has been waited for
+        if not is_finite:
             raise CanaryError("a step over padding gives logits that are not finite")
-        if not all(torch.equal(*both) for both in zip(found[0], found[-1], strict=True)):
+        if not is_equal:
             raise CanaryError(f"a replayed step of {shape.num_rows} rows gives other bytes than an eager one")
 
     def _inputs_of(self, shape: StepShape) -> StepInputs:
