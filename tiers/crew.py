@@ -79,6 +79,7 @@ class Crew:
     """A fixed number of threads and one queue, first in first out. They are daemons: none keeps a process alive."""
 
     def __init__(self, name: str, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.finished = 0  # jobs; a caller sees by it whether anything moves at all
         self._queue: SimpleQueue[Job[object] | None] = SimpleQueue()
         self._threads = [

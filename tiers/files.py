@@ -181,9 +181,15 @@ class OsFiles:
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Zeroed memory at a page boundary, as direct I/O wants it; a multiple of SECTOR_BYTES."""
+    """Zeroed memory at a page boundary, as direct I/O wants it; a multiple of SECTOR_BYTES.
+
+    Every page is touched now, not in the middle of a read, and counts as resident from now on.
+    """
     assert num_bytes > 0
-    return memoryview(mmap.mmap(-1, round_up(num_bytes)))
+    buffer = memoryview(mmap.mmap(-1, round_up(num_bytes)))
+    for at in range(0, len(buffer), mmap.PAGESIZE):
+        buffer[at] = 0
+    return buffer
 
 
 def round_up(num_bytes: int) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TypeAlias
 
 from tiers.codec import CodecError, ImageCodec
@@ -96,7 +97,9 @@ class Reader:
         self._identity = identity
         self._codecs = {kind: ImageCodec(identity.parts(kind), identity.image_bytes(kind)) for kind in RecordKind}
         self._stall_s = stall_s
-        self._own = threading.local()  # each thread's buffer
+        self._buffers: SimpleQueue[memoryview] = SimpleQueue()  # one for each thread
+        for _ in range(crew.num_threads):
+            self._buffers.put(aligned_buffer(RUN_BYTES))
         self._large_lock = threading.Lock()
         self._large: memoryview | None = None  # one for records longer than a run
 
@@ -139,7 +142,11 @@ class Reader:
                 return []
             num_bytes = run.end - run.start
             if num_bytes <= RUN_BYTES:
-                return self._fill(job, run, requests, self._buffer()[:num_bytes])
+                buffer = self._buffers.get()
+                try:
+                    return self._fill(job, run, requests, buffer[:num_bytes])
+                finally:
+                    self._buffers.put(buffer)
             with self._large_lock:
                 if self._large is None or len(self._large) < num_bytes:
                     self._large = aligned_buffer(num_bytes)
@@ -186,11 +193,6 @@ class Reader:
         except CodecError as error:
             return RecordFlaw(Flaw.DAMAGED, f"payload: {error}")
         return None
-
-    def _buffer(self) -> memoryview:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = aligned_buffer(RUN_BYTES)
-        return self._own.buffer
 
 
 def plan_runs(refs: Sequence[RecordRef]) -> list[_Run]:

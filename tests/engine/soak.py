@@ -32,6 +32,7 @@ from tiers.tree import Node, PrefixTree
 FAMILY = "qwen3_5"
 OPEN_AT_A_TIME = 8
 NUM_PREFIXES = 1500  # more than any tier holds
+NUM_KEYS = 4096  # of the remembered past, which is full after any warm-up, not after 300,000 requests
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -93,6 +94,8 @@ class Soak:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        if job.is_traced:  # from here on: what was there before would come in as it is replaced
+            tracemalloc.start(1)
         self.rng = random.Random(job.seed)
         self.imports_bytes = resident_bytes()
         self.disk = Path(job.folder) / "disk"
@@ -112,15 +115,13 @@ class Soak:
         self.answers: list[Answer] = []
         self.engine: Engine
         self.engine, _ = start(config, send=self._receive, progress=lambda done, total: None)
+        self.engine.cache.history.num_keys = NUM_KEYS
         self.num_requests = 0
         self.num_cancelled = 0
 
     def run(self) -> list[Sample]:
         job = self.job
         self.serve(job.num_warmup)
-        if job.is_traced:
-            tracemalloc.start(1)
-            self.serve(job.num_warmup // 4)
         samples = [self.sample()]
         for _ in range(job.num_samples):
             self.serve(job.num_requests // job.num_samples)
