@@ -131,6 +131,7 @@ class RowForms:
     rms_norm: Callable[[Tensor, RmsWeights], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, RmsWeights], Tensor]
     activate: Callable[[Tensor, Activation], Tensor]
+    gate_heads: Callable[[Tensor, Tensor], Tensor]  # x sigmoid(gate), [num_rows, heads, dim] to [num_rows, heads dim]
     route_softmax: RouteSoftmax
     route_sigmoid: Callable[[Tensor, Tensor, SigmoidRule], Routing]
     experts: Callable[[Tensor, Routing, Tensor, Tensor, Activation], Tensor]
@@ -165,6 +166,10 @@ def _group_norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, *, num_groups:
     return gated_norm.gated_group_rms_norm(x, gate, weight, num_groups=num_groups, eps=eps).to(gate.dtype)
 
 
+def _gate_heads_in_torch(x: Tensor, gate: Tensor) -> Tensor:
+    return torch.sigmoid(gate).mul_(x).flatten(1)
+
+
 def _slab_rows(_top_k: int) -> int:
     return 256  # experts of a long chunk run slab by slab, so that the engine can pause between them
 
@@ -197,6 +202,7 @@ TORCH = Kernels(
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         activate=moe.activate,
+        gate_heads=_gate_heads_in_torch,
         route_softmax=moe.route_softmax,
         route_sigmoid=moe.route_sigmoid,
         experts=moe.grouped_experts,

@@ -17,6 +17,7 @@ from kernels.delta_mixer import DeltaMixer, OutputGate, ProjectedRows
 from kernels.delta_rule import MIN_LOG_DECAY, UNIT_EPS
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_causal_conv import causal_conv_step
+from kernels.triton_chain import chained, follow
 from kernels.triton_delta_decode import softplus
 
 
@@ -49,6 +50,7 @@ def _delta_head_kernel(
     SIGMOID: tl.constexpr,
     LEAST: tl.constexpr,
     EPS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -60,7 +62,14 @@ def _delta_head_kernel(
     in_values = values < DV
     held = in_keys[:, None] & in_values[None, :]
     at = head * (DK * DV) + keys[:, None] * DV + values[None, :]
-    state = tl.load(states_ptr + tl.load(slot_in_ptr + row) * state_stride + at, mask=held, other=0.0)
+    # The launch before this one is the convolution: it has not touched states. Caches of a multiprocessor may hold
+    # what was there a step ago.
+    source_ptr = states_ptr + tl.load(slot_in_ptr + row) * state_stride
+    state = tl.load(source_ptr + at, mask=held, other=0.0, cache_modifier=".cg")
+    target_ptr = states_ptr + tl.load(slot_out_ptr + row) * state_stride
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    norm = tl.load(norm_ptr + values, mask=in_values, other=0.0)
+    follow(CHAINED)
     x_ptr = mixed_ptr + row * CHANNELS
     q = tl.load(x_ptr + k_head * DK + keys, mask=in_keys, other=0.0).to(tl.float32)
     k = tl.load(x_ptr + (K_HEADS + k_head) * DK + keys, mask=in_keys, other=0.0).to(tl.float32)
@@ -68,7 +77,6 @@ def _delta_head_kernel(
     q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (DK**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
     beta = tl.sigmoid(tl.load(beta_ptr + row * beta_stride + head).to(tl.float32))
-    rate = tl.exp(tl.load(a_log_ptr + head))
     if DECAY == 0:
         raised = tl.load(decay_ptr + row * decay_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head)
         state *= tl.exp(tl.maximum(-rate * softplus(raised), LEAST))
@@ -80,13 +88,13 @@ def _delta_head_kernel(
     delta = (v - tl.sum(k[:, None] * state, 0)) * beta
     out = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * delta
     state += k[:, None] * delta[None, :]
-    tl.store(states_ptr + tl.load(slot_out_ptr + row) * state_stride + at, state, mask=held)
+    tl.store(target_ptr + at, state, mask=held)
     out *= tl.rsqrt(tl.sum(out * out, 0) / DV + norm_eps)
     gate = tl.load(gate_ptr + row * gate_stride + head * DV + values, mask=in_values, other=0.0).to(tl.float32)
     shut = tl.sigmoid(gate)
     if not SIGMOID:
         shut *= gate
-    out *= tl.load(norm_ptr + values, mask=in_values, other=0.0) * shut
+    out *= norm * shut
     tl.store(out_ptr + row * (HEADS * DV) + head * DV + values, out.to(out_ptr.dtype.element_ty), mask=in_values)
 
 
@@ -125,6 +133,7 @@ def delta_few(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> 
             SIGMOID=mixer.gate is OutputGate.SIGMOID,
             LEAST=MIN_LOG_DECAY,
             EPS=UNIT_EPS,
+            **chained(),
             num_warps=8,
         )
     return out

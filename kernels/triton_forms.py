@@ -90,6 +90,7 @@ TRITON = Kernels(
         rms_norm=_rms_norm,
         add_rms_norm=_add_rms_norm,
         activate=triton_activate.activate,
+        gate_heads=triton_activate.gate_heads,
         route_softmax=triton_routing.route_softmax,
         route_sigmoid=triton_routing.route_sigmoid,
         experts=triton_moe.grouped_experts,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.moe import Routing, SigmoidRule
+from kernels.triton_chain import chained, follow
 
 BLOCK = 512  # assignments that a program sorts
 STEP = 32  # of them that are compared at once
@@ -39,14 +40,19 @@ class Groups:
 
 @triton.jit
 def _choose(scores, ids, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr):
-    """Ids of the TOP_K largest scores, the lowest id first among equals; the caller has made NaN into a number."""
+    """Ids of the TOP_K largest scores, the lowest id first among equals; the caller has made NaN into a number.
+
+    Scores become integers of the same order, whose maximum a warp finds in one instruction.
+    """
     places = tl.arange(0, CHOICES)
     chosen = tl.zeros((CHOICES,), tl.int32)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     for j in tl.static_range(TOP_K):
-        best = tl.max(scores, 0)
-        expert = tl.min(tl.where(scores == best, ids, EXPERTS - 1), 0)
+        best = tl.max(keys, 0)
+        expert = tl.min(tl.where(keys == best, ids, EXPERTS - 1), 0)
         chosen = tl.where(places == j, expert, chosen)
-        scores = tl.where(ids == expert, float("-inf"), scores)
+        keys = tl.where(ids == expert, -0x80000000, keys)
     return chosen
 
 
@@ -61,7 +67,9 @@ def _route_softmax_kernel(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,  # TOP_K, padded
     RENORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, WIDTH)
     inside = ids < EXPERTS
@@ -96,7 +104,9 @@ def _route_sigmoid_kernel(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)[:, None]
@@ -149,6 +159,7 @@ def route_softmax(logits: torch.Tensor, *, top_k: int, renormalise: bool) -> Rou
             TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k),
             RENORMALISE=renormalise,
+            **chained(),
             num_warps=1 if width <= 512 else 4,
         )
     return routing
@@ -183,6 +194,7 @@ def route_sigmoid(logits: torch.Tensor, bias: torch.Tensor, rule: SigmoidRule) -
             TOP_K=rule.top_k,
             CHOICES=triton.next_power_of_2(rule.top_k),
             RENORMALISE=rule.renormalise,
+            **chained(),
             num_warps=1 if groups_padded * size_padded <= 512 else 4,
         )
     return routing

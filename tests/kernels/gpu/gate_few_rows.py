@@ -7,7 +7,7 @@ from kernels.causal_conv import ConvWeights
 from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
 from kernels.moe import Activation, ActivationKind, Mixture, Routing
 from kernels.recurrent_slots import RecurrentSlots
-from kernels.triton_activate import activate
+from kernels.triton_activate import activate, gate_heads
 from kernels.triton_delta_few import delta_few
 from kernels.triton_few_experts import few_experts
 from kernels.triton_few_linear import linear
@@ -47,6 +47,12 @@ def test_a_delta_step_of_few_rows(decay):
     with machine_code() as code:
         delta_few(rows, mixer, slots)
     assert code.of("_delta_head_kernel").instructions["LDG"] >= 16, "a state comes at once"
+
+
+def test_a_gate_of_heads():
+    with machine_code() as code:
+        gate_heads(ids(1, 16, 256, dtype=BF16), ids(1, 36, 256, dtype=BF16)[:, 1:32:2])
+    assert code.of("_gate_heads_kernel").instructions["MUFU"]
 
 
 def test_an_activation():
