@@ -20,7 +20,8 @@ import triton.language as tl
 from kernels.moe import Routing, SigmoidRule
 from kernels.triton_chain import chained, follow
 
-BLOCK = 512  # assignments that a program sorts
+BLOCK = 512  # assignments that are counted together
+PART = 128  # of them, that a program sorts
 STEP = 32  # of them that are compared at once
 MOST_BLOCKS = 128
 
@@ -210,15 +211,15 @@ def _empty_routing(num_rows: int, top_k: int, device: torch.device) -> Routing:
 @triton.jit
 def _place_in_block(experts_ptr, begin, end, mine, at, BLOCK_ROWS: tl.constexpr, STEP_ROWS: tl.constexpr):
     """For each assignment, how many of its block have a lower expert, and how many the same and a lower number."""
-    lower = tl.zeros((BLOCK_ROWS,), tl.int32)
-    before = tl.zeros((BLOCK_ROWS,), tl.int32)
+    # Summed at the end: a sum makes threads wait for each other.
+    lower = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
+    before = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
     for start in range(begin, end, STEP_ROWS):
         others = start + tl.arange(0, STEP_ROWS)
         theirs = tl.load(experts_ptr + others, mask=others < end, other=1 << 30).to(tl.int32)
-        lower += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
-        same = (theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])
-        before += tl.sum(same.to(tl.int32), 1)
-    return lower, before
+        lower += (theirs[None, :] < mine[:, None]).to(tl.int32)
+        before += ((theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])).to(tl.int32)
+    return tl.sum(lower, 1), tl.sum(before, 1)
 
 
 @triton.jit
@@ -307,14 +308,16 @@ def _order_kernel(
     num_assignments,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PART_ROWS: tl.constexpr,  # of a block, that a program takes
     STEP_ROWS: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0) * PART_ROWS
+    block = first // BLOCK_ROWS
+    at = first + tl.arange(0, PART_ROWS)
     inside = at < num_assignments
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
-    end = tl.minimum((block + 1) * BLOCK_ROWS, num_assignments)
-    _, before = _place_in_block(experts_ptr, block * BLOCK_ROWS, end, mine, at, BLOCK_ROWS, STEP_ROWS)
+    end = tl.minimum(first + PART_ROWS, num_assignments)
+    _, before = _place_in_block(experts_ptr, block * BLOCK_ROWS, end, mine, at, PART_ROWS, STEP_ROWS)
     begin = tl.load(begin_ptr + block * WIDTH + mine, mask=inside, other=0)
     tl.store(order_ptr + begin + before, at, mask=inside)
 
@@ -359,7 +362,12 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> 
             BLOCKS=triton.next_power_of_2(num_blocks),
             num_warps=16,
         )
-        _order_kernel[(num_blocks,)](
-            *(experts, counts, order, num_assignments), WIDTH=width, BLOCK_ROWS=block, STEP_ROWS=step, num_warps=8
+        _order_kernel[(triton.cdiv(num_assignments, PART),)](
+            *(experts, counts, order, num_assignments),
+            WIDTH=width,
+            BLOCK_ROWS=block,
+            PART_ROWS=PART,
+            STEP_ROWS=step,
+            num_warps=4,
         )
     return Groups(order, num_tiles, tiles[0], tiles[1], tiles[2], tile_rows, experts.shape[1])
