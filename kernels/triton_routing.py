@@ -28,13 +28,13 @@ MOST_BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Assignments by expert, and the tiles of `tile_rows` places that cover them, none with two experts."""
+    """Assignments by expert, and the tiles of `tile_rows` places that cover them, none of two experts."""
 
     order: torch.Tensor  # [num_assignments] int32: place to assignment
     num_tiles: torch.Tensor  # [1] int32
     tile_expert: torch.Tensor  # [most_tiles] int32, and so are the two below; entries past num_tiles are unwritten
     tile_first: torch.Tensor  # first place
-    tile_end: torch.Tensor  # the place after the expert's last
+    tile_end: torch.Tensor  # the place after the tile's last
     tile_rows: int
     top_k: int
 
@@ -230,19 +230,22 @@ def _write_tiles(
     tile_first_ptr,
     tile_end_ptr,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Lays the tiles of all experts one after the other; returns the first place of each expert."""
     experts = tl.arange(0, WIDTH)
     first = tl.cumsum(counts, 0) - counts
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    # An expert's last rows go with the tile before, where they are at most REST.
+    tiles = tl.maximum((counts + TILE_ROWS - 1 - REST) // TILE_ROWS, (counts > 0).to(tl.int32))
     first_tile = tl.cumsum(tiles, 0) - tiles
     tl.store(num_tiles_ptr, tl.sum(tiles, 0))
     for j in range(0, tl.max(tiles, 0)):
         held = j < tiles
+        end = tl.where(j == tiles - 1, counts, (j + 1) * TILE_ROWS)
         tl.store(tile_expert_ptr + first_tile + j, experts, mask=held)
         tl.store(tile_first_ptr + first_tile + j, first + j * TILE_ROWS, mask=held)
-        tl.store(tile_end_ptr + first_tile + j, first + counts, mask=held)
+        tl.store(tile_end_ptr + first_tile + j, first + end, mask=held)
     return first
 
 
@@ -256,6 +259,7 @@ def _group_one_block_kernel(
     tile_end_ptr,
     num_assignments,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP_ROWS: tl.constexpr,
@@ -264,7 +268,7 @@ def _group_one_block_kernel(
     inside = at < num_assignments
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
     counts = tl.histogram(mine, WIDTH, mask=inside)
-    _write_tiles(counts, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, WIDTH)
+    _write_tiles(counts, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH)
     lower, before = _place_in_block(experts_ptr, 0, num_assignments, mine, at, BLOCK_ROWS, STEP_ROWS)
     tl.store(order_ptr + lower + before, at, mask=inside)
 
@@ -287,6 +291,7 @@ def _begin_kernel(
     tile_end_ptr,
     num_blocks,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -295,7 +300,7 @@ def _begin_kernel(
     counts = tl.load(at, mask=block < num_blocks, other=0)
     sums = tl.cumsum(counts, 0)
     first = _write_tiles(
-        tl.sum(counts, 0), num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, WIDTH
+        tl.sum(counts, 0), num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH
     )
     tl.store(at, first[None, :] + sums - counts, mask=block < num_blocks)
 
@@ -327,8 +332,11 @@ def most_tiles(num_assignments: int, num_experts: int, tile_rows: int) -> int:
     return min(num_experts, num_assignments) + num_assignments // tile_rows
 
 
-def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """Groups the choices [num_rows, top_k] int64, all in [0, num_experts)."""
+def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int, rest: int = 0) -> Groups:
+    """Groups the choices [num_rows, top_k] int64, all in [0, num_experts).
+
+    An expert's last tile holds up to `rest` places more, at most `tile_rows`.
+    """
     num_assignments = experts.numel()
     assert experts.dtype == torch.int64
     assert experts.is_contiguous()
@@ -347,6 +355,7 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> 
         _group_one_block_kernel[(1,)](
             *(experts, order, *targets, num_assignments),
             TILE_ROWS=tile_rows,
+            REST=rest,
             WIDTH=width,
             BLOCK_ROWS=block,
             STEP_ROWS=step,
@@ -358,6 +367,7 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> 
         _begin_kernel[(1,)](
             *(counts, *targets, num_blocks),
             TILE_ROWS=tile_rows,
+            REST=rest,
             WIDTH=width,
             BLOCKS=triton.next_power_of_2(num_blocks),
             num_warps=16,
