@@ -22,7 +22,7 @@ from kernels.triton_chain import chained, follow
 
 BLOCK = 512  # assignments that are counted together
 PART = 128  # of them, that a program sorts
-STEP = 32  # of them that are compared at once
+STEP = 16  # of them that are compared at once
 MOST_BLOCKS = 128
 
 
