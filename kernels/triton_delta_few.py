@@ -116,7 +116,8 @@ def delta_few(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> 
     assert rows.decay.shape == (num_rows, mixer.dt_bias.shape[0])
     for part in (rows.gate, rows.beta, rows.decay):
         assert part.stride(1) == 1, "columns are side by side"
-    mixed = causal_conv_step(rows.mixed, slots.tails, slots.slot_in, slots.slot_out, mixer.conv)
+    # What comes before is a projection.
+    mixed = causal_conv_step(rows.mixed, slots.tails, slots.slot_in, slots.slot_out, mixer.conv, early=True)
     out = torch.empty((num_rows, heads * dv), dtype=mixed.dtype, device=mixed.device)
     if num_rows:
         _delta_head_kernel[(heads, num_rows)](

@@ -19,8 +19,8 @@ from kernels.triton_activate import activated
 from kernels.triton_chain import chained, follow
 from kernels.triton_few_linear import add_products, fetch
 
-UP_COLUMNS, UP_PIECE = 2, 1024
-DOWN_COLUMNS, DOWN_PIECE, DOWN_WARPS = 1, 512, 2
+UP_COLUMNS, UP_PIECE, UP_WARPS = 2, 1024, 4
+DOWN_COLUMNS, DOWN_PIECE, DOWN_WARPS = 4, 512, 2
 
 
 @triton.jit
@@ -63,7 +63,9 @@ def _up_kernel(
     experts_ptr,  # [num_rows, TOP_K] int64
     up_ptr,  # [num_experts, (2 if GATED else 1) * INNER, WIDTH]
     shared_ptr,  # [(2 if GATED else 1) * SHARED, WIDTH], read where SHARED > 0
+    gate_ptr,  # [WIDTH], read where GATE
     hidden_ptr,  # [num_rows, TOP_K * INNER + SHARED]
+    opened_ptr,  # [num_rows] float32, written where GATE: the shared expert's factor
     x_stride,
     expert_stride,
     limit,
@@ -73,6 +75,7 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     PIECE: tl.constexpr,
     N: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -90,6 +93,12 @@ def _up_kernel(
         follow(CHAINED)
         at = TOP_K * INNER + columns
         made = _made(tiles, x_ptr, limit, WIDTH, GATED, CLAMPED, PIECE, N)
+        if GATE:  # noqa: SIM102 - decided while compiling
+            if tile == 0:
+                one = tl.zeros((1,), tl.int32)
+                shut = fetch(gate_ptr, one, one == 0, WIDTH, PIECE)
+                shut = add_products(tl.zeros((1, PIECE), tl.float32), shut, x_ptr, 1.0, WIDTH, PIECE)
+                tl.store(opened_ptr + row, tl.sigmoid(tl.sum(tl.sum(shut, 1), 0)))
     else:
         follow(CHAINED)
         choice = (tile - SHARED_TILES) // TILES
@@ -104,23 +113,19 @@ def _up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x_ptr,  # [num_rows, WIDTH_IN], read where GATE
     hidden_ptr,  # [num_rows, TOP_K * INNER + SHARED]
+    opened_ptr,  # [num_rows] float32, read where GATE
     experts_ptr,  # [num_rows, TOP_K] int64
     weights_ptr,  # [num_rows, TOP_K] float32
     down_ptr,  # [num_experts, WIDTH, INNER]
     shared_ptr,  # [WIDTH, SHARED]
-    gate_ptr,  # [WIDTH_IN]
     out_ptr,  # [num_rows, WIDTH]
-    x_stride,
     expert_stride,
-    WIDTH_IN: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
     TOP_K: tl.constexpr,
     GATE: tl.constexpr,
-    GATE_PIECE: tl.constexpr,
     PIECE: tl.constexpr,
     N: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -129,7 +134,7 @@ def _down_kernel(
     row = tl.program_id(1).to(tl.int64)
     inside = columns < WIDTH
     hidden_ptr += row * (TOP_K * INNER + SHARED)
-    # The launch before this one has made nothing but `hidden`: all else is there, wherever it comes from. Caches of a
+    # The launch before this one makes nothing but `hidden` and `opened`: what it has read itself is there. Caches of a
     # multiprocessor may hold what was there a step ago.
     matrices = ()
     weights = ()
@@ -137,17 +142,10 @@ def _down_kernel(
         expert = tl.load(experts_ptr + row * TOP_K + choice, cache_modifier=".cg")
         weights += (tl.load(weights_ptr + row * TOP_K + choice, cache_modifier=".cg"),)
         matrices += (fetch(down_ptr + expert * expert_stride, columns, inside, INNER, PIECE),)
-    opened = 1.0
     if SHARED > 0:
         shared = fetch(shared_ptr, columns, inside, SHARED, PIECE)
-    if GATE:
-        shut = tl.zeros((GATE_PIECE,), tl.float32)
-        for first in tl.static_range(0, WIDTH_IN, GATE_PIECE):
-            at = first + tl.arange(0, GATE_PIECE)
-            x = tl.load(x_ptr + row * x_stride + at, mask=at < WIDTH_IN, other=0.0, cache_modifier=".cg")
-            shut += x.to(tl.float32) * tl.load(gate_ptr + at, mask=at < WIDTH_IN, other=0.0).to(tl.float32)
-        opened = tl.sigmoid(tl.sum(shut, 0))
     follow(CHAINED)
+    opened = tl.load(opened_ptr + row) if GATE else 1.0
     acc = tl.zeros((N, PIECE), tl.float32)
     for choice in tl.static_range(TOP_K):
         acc = add_products(acc, matrices[choice], hidden_ptr + choice * INNER, weights[choice], INNER, PIECE)
@@ -183,9 +181,11 @@ def few_experts(rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch
     assert rows.stride(1) == 1
     hidden = torch.empty((num_rows, top_k * inner + shared), dtype=rows.dtype, device=rows.device)
     out = torch.empty((num_rows, width_out), dtype=rows.dtype, device=rows.device)
+    opened = torch.empty(num_rows if gate is not None else 0, dtype=torch.float32, device=rows.device)
     tiles = top_k * triton.cdiv(inner, UP_COLUMNS) + triton.cdiv(shared, UP_COLUMNS)
     _up_kernel[(tiles, num_rows)](
-        *(rows, routing.experts, up, up if shared_up is None else shared_up, hidden, rows.stride(0), up.stride(0)),
+        *(rows, routing.experts, up, up if shared_up is None else shared_up, gate, hidden, opened),
+        *(rows.stride(0), up.stride(0)),
         0.0 if activation.limit is None else activation.limit,
         WIDTH=width,
         INNER=inner,
@@ -193,21 +193,19 @@ def few_experts(rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch
         TOP_K=top_k,
         GATED=gated,
         CLAMPED=activation.limit is not None,
+        GATE=gate is not None,
         PIECE=min(UP_PIECE, triton.next_power_of_2(width)),
         N=UP_COLUMNS,
         **chained(),
-        num_warps=4,
+        num_warps=UP_WARPS,
     )
     _down_kernel[(triton.cdiv(width_out, DOWN_COLUMNS), num_rows)](
-        *(rows, hidden, routing.experts, routing.weights, down, shared_down, gate, out),
-        *(rows.stride(0), down.stride(0)),
-        WIDTH_IN=width,
+        *(hidden, opened, routing.experts, routing.weights, down, shared_down, out, down.stride(0)),
         WIDTH=width_out,
         INNER=inner,
         SHARED=shared,
         TOP_K=top_k,
         GATE=gate is not None,
-        GATE_PIECE=min(UP_PIECE, triton.next_power_of_2(width)),
         PIECE=min(DOWN_PIECE, triton.next_power_of_2(inner)),
         N=DOWN_COLUMNS,
         **chained(),

@@ -41,20 +41,22 @@ class Groups:
 
 @triton.jit
 def _choose(scores, ids, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr):
-    """Ids of the TOP_K largest scores, the lowest id first among equals; the caller has made NaN into a number.
+    """The TOP_K largest scores and their ids, the lowest id first among equals; the caller has made NaN into a number.
 
     Scores become integers of the same order, whose maximum a warp finds in one instruction.
     """
     places = tl.arange(0, CHOICES)
     chosen = tl.zeros((CHOICES,), tl.int32)
+    values = tl.zeros((CHOICES,), tl.int32)
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, 0)
         expert = tl.min(tl.where(keys == best, ids, EXPERTS - 1), 0)
         chosen = tl.where(places == j, expert, chosen)
+        values = tl.where(places == j, best, values)
         keys = tl.where(ids == expert, -0x80000000, keys)
-    return chosen
+    return chosen, tl.where(values < 0, values ^ 0x7FFFFFFF, values).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -76,12 +78,12 @@ def _route_softmax_kernel(
     inside = ids < EXPERTS
     logits = tl.load(logits_ptr + row * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, 0))
-    shares /= tl.sum(shares, 0)
-    # A NaN stays in the row's weights, but its experts exist.
+    total = tl.sum(shares, 0)
+    shares /= total
     scores = tl.where(inside, tl.where(shares == shares, shares, 0.0), float("-inf"))
-    chosen = _choose(scores, ids, TOP_K, CHOICES, EXPERTS)
+    chosen, weights = _choose(scores, ids, TOP_K, CHOICES, EXPERTS)
     held = tl.arange(0, CHOICES) < TOP_K
-    weights = tl.sum(tl.where(ids[None, :] == chosen[:, None], shares[None, :], 0.0), 1)
+    weights = tl.where(total == total, weights, total)  # a NaN stays in the row's weights, but its experts exist
     if RENORMALISE:
         weights /= tl.sum(tl.where(held, weights, 0.0), 0)
     at = row * TOP_K + tl.arange(0, CHOICES)
@@ -131,7 +133,7 @@ def _route_sigmoid_kernel(
         choice = tl.where((rank < TOP_GROUPS)[:, None], choice, float("-inf"))
     WIDTH: tl.constexpr = GROUPS_PADDED * SIZE_PADDED
     flat_ids = tl.reshape(tl.where(inside, ids, EXPERTS), (WIDTH,))
-    chosen = _choose(tl.reshape(choice, (WIDTH,)), flat_ids, TOP_K, CHOICES, EXPERTS)
+    chosen, _ = _choose(tl.reshape(choice, (WIDTH,)), flat_ids, TOP_K, CHOICES, EXPERTS)
     held = tl.arange(0, CHOICES) < TOP_K
     flat = tl.reshape(scores, (WIDTH,))
     weights = tl.sum(tl.where(flat_ids[None, :] == chosen[:, None], flat[None, :], 0.0), 1)
