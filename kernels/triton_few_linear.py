@@ -21,6 +21,7 @@ FEW_ROWS = 4  # beyond it a library's product is as fast
 PIECE = 1024  # weights of a column that a program holds at a time
 WIDE = 4096  # columns from which a program takes COLUMNS of them
 COLUMNS = 2
+WARPS = 4
 
 
 @triton.jit
@@ -94,6 +95,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         PIECE=min(PIECE, triton.next_power_of_2(width)),
         N=columns,
         **chained(),
-        num_warps=4,
+        num_warps=WARPS,
     )
     return out

@@ -140,10 +140,10 @@ def _up_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     if tile >= tl.load(num_tiles_ptr):
         return
-    column = tl.program_id(1) * N
+    column = tl.program_id(0) * N
     expert = tl.load(tile_expert_ptr + tile)
     first = tl.load(tile_first_ptr + tile)
     end = tl.load(tile_end_ptr + tile)
@@ -209,10 +209,10 @@ def _down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     if tile >= tl.load(num_tiles_ptr):
         return
-    column = tl.program_id(1) * N
+    column = tl.program_id(0) * N
     expert = tl.load(tile_expert_ptr + tile)
     first = tl.load(tile_first_ptr + tile)
     end = tl.load(tile_end_ptr + tile)
@@ -287,7 +287,8 @@ def grouped_experts(
     made = torch.empty((num_assignments, width_out), dtype=rows.dtype, device=rows.device)
     where = _group_arguments(groups)
     room = groups.tile_expert.shape[0]
-    _up_kernel[(room, triton.cdiv(inner, tiles.up.columns))](
+    # Programs of a tile run side by side: its rows are in the cache.
+    _up_kernel[(triton.cdiv(inner, tiles.up.columns), room)](
         *(rows, _bulk(up.flatten(0, 1), tiles.up.columns, tiles.up.inner), hidden, *where, rows.stride(0)),
         0.0 if activation.limit is None else activation.limit,
         WIDTH=width,
@@ -303,7 +304,7 @@ def grouped_experts(
         num_stages=tiles.up.num_stages,
     )
     cut = tiles.down
-    _down_kernel[(room, triton.cdiv(width_out, cut.columns))](
+    _down_kernel[(triton.cdiv(width_out, cut.columns), room)](
         *(_bulk(hidden, tiles.rows, cut.inner), _bulk(hidden, tiles.rest, cut.inner) if tiles.rest else None),
         *(_bulk(down.flatten(0, 1), cut.columns, cut.inner), made, *where),
         WIDTH=width_out,
