@@ -140,7 +140,6 @@ class RowForms:
     expert_rows: Callable[[int], int]  # of so many choices a row: how many rows `experts` takes between two pauses
     few_experts: Callable[[Tensor, Routing, Mixture], Tensor] | None  # routed and shared ones at once
     few_rows: int  # the most that `few_experts` is for
-    bring_near: Callable[[Tensor], None] | None  # asks for a weight before its reader is launched
     mix_streams: Callable[[Tensor, HyperWeights, HyperRule], HyperMix]
     inject: Callable[[Tensor, Tensor, HyperMix], Tensor]
     draw: Callable[[Tensor, SamplingRows], Tensor]
@@ -214,7 +213,6 @@ TORCH = Kernels(
         expert_rows=_slab_rows,
         few_experts=None,
         few_rows=0,
-        bring_near=None,
         mix_streams=hyper_connections.mix_streams,
         inject=hyper_connections.inject,
         draw=sampling_rows.draw_rows,

@@ -32,7 +32,7 @@ def fetch(weights_ptr, columns, inside, WIDTH: tl.constexpr, PIECE: tl.constexpr
     tiles = ()
     for first in tl.static_range(0, WIDTH, PIECE):
         held = inside[:, None] if WIDTH % PIECE == 0 else inside[:, None] & (first + at < WIDTH)
-        tiles += (tl.load(rows + first + at, mask=held, other=0.0, eviction_policy="evict_first"),)
+        tiles += (tl.load(rows + first + at, mask=held, other=0.0),)
     return tiles
 
 

@@ -4,7 +4,6 @@ import torch
 
 from kernels import (
     triton_activate,
-    triton_ahead,
     triton_attention,
     triton_causal_conv,
     triton_delta_chunk,
@@ -100,7 +99,6 @@ TRITON = Kernels(
         expert_rows=_expert_rows,
         few_experts=triton_few_experts.few_experts,
         few_rows=triton_few_linear.FEW_ROWS,
-        bring_near=triton_ahead.bring_near,
         mix_streams=triton_hyper_connections.mix_streams,
         inject=triton_hyper_connections.inject,
         draw=triton_sampling.draw_rows,

@@ -100,11 +100,6 @@ class Experts:
         form = self._forms.few_experts
         return form(rows, routing, mixture) if form is not None and rows.shape[0] <= self._forms.few_rows else None
 
-    def bring_near(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Has a later weight on its way while few rows are routed, which reads next to nothing."""
-        if self._forms.bring_near is not None and rows.shape[0] <= self._forms.few_rows:
-            self._forms.bring_near(weight)
-
     def __call__(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[rows, hidden] to the same."""
         return self._forms.experts(rows, routing, self.up, self.down, self.activation)
@@ -149,7 +144,6 @@ class Moe:
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate  # [1, hidden]
-        self.later: Linear | None = None  # whose weights are read next, once a model says so
 
     @property
     def active_params(self) -> int:
@@ -161,8 +155,6 @@ class Moe:
     def forward(self, hidden: torch.Tensor) -> Steps:
         """[rows, hidden] to the same, slab by slab."""
         outs: list[torch.Tensor] = []
-        if self.later is not None:
-            self.experts.bring_near(hidden, self.later.weight)
         num_rows = self.experts.rows_at_once(self.router.top_k)
         for first in range(0, hidden.shape[0], num_rows):
             if outs:

@@ -131,17 +131,14 @@ def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: Build
     root, size, eps = parameters.root, config.hidden_size, config.norm_eps
     embedding = Embedding(body, "embed_tokens", config.vocab_size, size)
     layers: list[DecoderLayer] = []
-    firsts: list[Linear] = []  # of each layer, what reads its weights before all else
     for i, layer_type in enumerate(config.layer_types):
         scope = body / "layers" / str(i)
         if layer_type == ATTENTION:
             mixer = GatedAttention(scope / "self_attn", i, config.attention)
-            firsts.append(mixer.qkv)
         else:
             below = scope / "linear_attn"
             projection = parts.delta_projection(below, config)
             mixer = GatedDeltaNet(below, i, config.delta, projection, norm_eps=eps)
-            firsts.append(projection)
         layers.append(
             DecoderLayer(
                 mixer_norm=ZeroCentredRmsNorm(scope, "input_layernorm", size, eps),
@@ -156,9 +153,6 @@ def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: Build
         parameters.ignore(r"lm_head\.weight")  # a second copy of the embedding, where a checkpoint holds it
     else:
         head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
-    for layer, later in zip(layers, [*firsts[1:], head], strict=True):
-        if isinstance(layer.mlp, Moe):
-            layer.mlp.later = later
     facts = ModelFacts(
         family=family,
         vocab_size=config.vocab_size,
