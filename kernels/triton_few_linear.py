@@ -19,9 +19,7 @@ from kernels.triton_chain import chained, follow
 
 FEW_ROWS = 4  # beyond it a library's product is as fast
 PIECE = 1024  # weights of a column that a program holds at a time
-WIDE = 4096  # columns from which a program takes COLUMNS of them
-COLUMNS = 2
-WARPS = 4
+WIDE = 2048  # columns from which a program takes two of them
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def fetch(weights_ptr, columns, inside, WIDTH: tl.constexpr, PIECE: tl.constexpr
     tiles = ()
     for first in tl.static_range(0, WIDTH, PIECE):
         held = inside[:, None] if WIDTH % PIECE == 0 else inside[:, None] & (first + at < WIDTH)
-        tiles += (tl.load(rows + first + at, mask=held, other=0.0),)
+        tiles += (tl.load(rows + first + at, mask=held, other=0.0, eviction_policy="evict_first"),)
     return tiles
 
 
@@ -86,7 +84,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     out = torch.empty((num_rows, num_columns), dtype=weight.dtype, device=x.device)
-    columns = COLUMNS if num_columns >= WIDE else 1
+    columns = 2 if num_columns >= WIDE else 1
     _few_linear_kernel[(triton.cdiv(num_columns, columns),)](
         *(x, weight, bias, out, num_columns, x.stride(0)),
         WIDTH=width,
@@ -95,6 +93,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         PIECE=min(PIECE, triton.next_power_of_2(width)),
         N=columns,
         **chained(),
-        num_warps=WARPS,
+        num_warps=4,
     )
     return out

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe import Activation, ActivationKind, Routing
 from kernels.triton_activate import activated
+from kernels.triton_chain import chained, follow
 from kernels.triton_routing import Groups, group_by_expert
 
 
@@ -42,7 +43,7 @@ class MoeTiles:
     down: ProductTiles
 
 
-FEW = MoeTiles(16, 0, ProductTiles(64, 128, 4, 4), ProductTiles(128, 64, 4, 4))
+FEW = MoeTiles(16, 0, ProductTiles(64, 128, 4, 5), ProductTiles(128, 128, 4, 3))
 MANY = MoeTiles(64, 0, ProductTiles(64, 64, 4, 3), ProductTiles(128, 64, 4, 3))
 MOST = MoeTiles(128, 32, ProductTiles(128, 64, 8, 4), ProductTiles(128, 64, 4, 3))
 
@@ -139,7 +140,9 @@ def _up_kernel(
     REST: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     tile = tl.program_id(1)
     if tile >= tl.load(num_tiles_ptr):
         return
@@ -208,7 +211,9 @@ def _down_kernel(
     REST: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     tile = tl.program_id(1)
     if tile >= tl.load(num_tiles_ptr):
         return
@@ -232,7 +237,9 @@ def _combine_kernel(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = columns < WIDTH
@@ -300,6 +307,7 @@ def grouped_experts(
         REST=tiles.rest,
         N=tiles.up.columns,
         K=tiles.up.inner,
+        **chained(),
         num_warps=tiles.up.num_warps,
         num_stages=tiles.up.num_stages,
     )
@@ -313,12 +321,13 @@ def grouped_experts(
         REST=tiles.rest,
         N=cut.columns,
         K=cut.inner,
+        **chained(),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )
     columns = min(1024, triton.next_power_of_2(width_out))
     _combine_kernel[(num_rows, triton.cdiv(width_out, columns))](
-        *(made, routing.weights, out), WIDTH=width_out, TOP_K=top_k, N=columns, num_warps=4
+        *(made, routing.weights, out), WIDTH=width_out, TOP_K=top_k, N=columns, **chained(), num_warps=4
     )
     return out
 

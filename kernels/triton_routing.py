@@ -265,7 +265,9 @@ def _group_one_block_kernel(
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     at = tl.arange(0, BLOCK_ROWS)
     inside = at < num_assignments
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -276,7 +278,10 @@ def _group_one_block_kernel(
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, num_assignments, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def _count_kernel(
+    experts_ptr, counts_ptr, num_assignments, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    follow(CHAINED)
     block = tl.program_id(0)
     at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = at < num_assignments
@@ -296,7 +301,9 @@ def _begin_kernel(
     REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     block = tl.arange(0, BLOCKS)[:, None]
     at = counts_ptr + block * WIDTH + tl.arange(0, WIDTH)[None, :]
     counts = tl.load(at, mask=block < num_blocks, other=0)
@@ -317,7 +324,9 @@ def _order_kernel(
     BLOCK_ROWS: tl.constexpr,
     PART_ROWS: tl.constexpr,  # of a block, that a program takes
     STEP_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     first = tl.program_id(0) * PART_ROWS
     block = first // BLOCK_ROWS
     at = first + tl.arange(0, PART_ROWS)
@@ -361,17 +370,21 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int, res
             WIDTH=width,
             BLOCK_ROWS=block,
             STEP_ROWS=step,
+            **chained(),
             num_warps=4 if block < BLOCK else 8,
         )
     else:
         counts = torch.empty((num_blocks, width), dtype=torch.int32, device=experts.device)
-        _count_kernel[(num_blocks,)](experts, counts, num_assignments, WIDTH=width, BLOCK_ROWS=block, num_warps=4)
+        _count_kernel[(num_blocks,)](
+            experts, counts, num_assignments, WIDTH=width, BLOCK_ROWS=block, **chained(), num_warps=4
+        )
         _begin_kernel[(1,)](
             *(counts, *targets, num_blocks),
             TILE_ROWS=tile_rows,
             REST=rest,
             WIDTH=width,
             BLOCKS=triton.next_power_of_2(num_blocks),
+            **chained(),
             num_warps=16,
         )
         _order_kernel[(triton.cdiv(num_assignments, PART),)](
@@ -380,6 +393,7 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int, res
             BLOCK_ROWS=block,
             PART_ROWS=PART,
             STEP_ROWS=step,
+            **chained(),
             num_warps=4,
         )
     return Groups(order, num_tiles, tiles[0], tiles[1], tiles[2], tile_rows, experts.shape[1])

@@ -8,7 +8,6 @@ from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
 from kernels.moe import Activation, ActivationKind, Mixture, Routing
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_activate import activate, gate_heads
-from kernels.triton_ahead import bring_near
 from kernels.triton_delta_few import delta_few, delta_from_rows
 from kernels.triton_few_experts import few_experts
 from kernels.triton_few_linear import linear
@@ -62,12 +61,6 @@ def test_a_projection_with_its_convolution():
     with machine_code() as code:
         delta_from_rows(ids(4, 2048, dtype=BF16), weight, mixer, slots)
     assert code.of("_project_kernel").instructions["ACQBULK"], "it waits only once its weights are on their way"
-
-
-def test_a_weight_is_asked_for_in_bulk():
-    with machine_code() as code:
-        bring_near(ids(4096, 2048, dtype=BF16))
-    assert code.of("_ask_kernel").instructions["UBLKPF"]
 
 
 def test_a_gate_of_heads():
