@@ -56,17 +56,20 @@ def _project_kernel(
     at = age * CHANNELS + columns[None, :]
     taps = tl.load(taps_ptr + at, mask=(age < TAPS) & mixed[None, :], other=0.0)
     follow(CHAINED)
+    # Rows of padding share a slot: all tails are read before any is written.
+    tails = ()
     for row in tl.static_range(ROWS):
         tail_ptr = tails_ptr + tl.load(slot_in_ptr + row) * tail_stride
-        target_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride
-        old = tl.load(tail_ptr + at, mask=(age < TAPS - 1) & mixed[None, :], other=0.0)
+        tails += (tl.load(tail_ptr + at, mask=(age < TAPS - 1) & mixed[None, :], other=0.0),)
+    tl.debug_barrier()
+    for row in tl.static_range(ROWS):
         acc = add_products(tl.zeros((N, PIECE), tl.float32), tiles, x_ptr + row * x_stride, 1.0, WIDTH, PIECE)
         made = tl.sum(acc, 1).to(out_ptr.dtype.element_ty)
-        window = tl.where(age == TAPS - 1, made[None, :], old)
+        window = tl.where(age == TAPS - 1, made[None, :], tails[row])
         turned = tl.sum(window.to(tl.float32) * taps, 0)
         turned = (turned * tl.sigmoid(turned)).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * num_columns + columns, tl.where(mixed, turned, made), mask=inside)
-        tl.debug_barrier()  # threads may hold copies of a value: all have read the old tail before it is written
+        target_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride
         tl.store(target_ptr + at - CHANNELS, window, mask=(age > 0) & (age < TAPS) & mixed[None, :])
 
 
