@@ -19,8 +19,9 @@ from kernels.triton_activate import activated
 from kernels.triton_chain import chained, follow
 from kernels.triton_few_linear import add_products, fetch
 
-UP_COLUMNS, UP_PIECE, UP_WARPS = 2, 1024, 4
-DOWN_COLUMNS, DOWN_PIECE, DOWN_WARPS = 4, 512, 2
+UP_COLUMNS, UP_PIECE = 2, 1024
+DOWN_COLUMNS, DOWN_PIECE = 4, 512  # at most so many columns
+DOWN_HELD = 36  # pieces of the second matrices that a program has registers for
 
 
 @triton.jit
@@ -197,18 +198,28 @@ def few_experts(rows: torch.Tensor, routing: Routing, mixture: Mixture) -> torch
         PIECE=min(UP_PIECE, triton.next_power_of_2(width)),
         N=UP_COLUMNS,
         **chained(),
-        num_warps=UP_WARPS,
+        num_warps=4,
     )
-    _down_kernel[(triton.cdiv(width_out, DOWN_COLUMNS), num_rows)](
+    piece = min(DOWN_PIECE, triton.next_power_of_2(inner))
+    columns = _down_columns(top_k * triton.cdiv(inner, piece) + triton.cdiv(shared, piece))
+    _down_kernel[(triton.cdiv(width_out, columns), num_rows)](
         *(hidden, opened, routing.experts, routing.weights, down, shared_down, out, down.stride(0)),
         WIDTH=width_out,
         INNER=inner,
         SHARED=shared,
         TOP_K=top_k,
         GATE=gate is not None,
-        PIECE=min(DOWN_PIECE, triton.next_power_of_2(inner)),
-        N=DOWN_COLUMNS,
+        PIECE=piece,
+        N=columns,
         **chained(),
-        num_warps=DOWN_WARPS,
+        num_warps=2,
     )
     return out
+
+
+def _down_columns(num_pieces: int) -> int:
+    """A power of two, so that a program holds `num_pieces` of each of its columns at once."""
+    columns = DOWN_COLUMNS
+    while columns > 1 and columns * num_pieces > DOWN_HELD:
+        columns //= 2
+    return columns

@@ -20,6 +20,7 @@ from kernels.triton_chain import chained, follow
 FEW_ROWS = 4  # beyond it a library's product is as fast
 PIECE = 1024  # weights of a column that a program holds at a time
 WIDE = 2048  # columns from which a program takes two of them
+LONG = 16384  # weights of a column beyond which it has registers for one
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     out = torch.empty((num_rows, num_columns), dtype=weight.dtype, device=x.device)
-    columns = 2 if num_columns >= WIDE else 1
+    columns = 2 if num_columns >= WIDE and width <= LONG else 1
     _few_linear_kernel[(triton.cdiv(num_columns, columns),)](
         *(x, weight, bias, out, num_columns, x.stride(0)),
         WIDTH=width,

@@ -15,7 +15,7 @@ from tests.kernels.gpu.compiler import machine_code
 from tests.kernels.gpu.gate_attention import BF16, ids
 
 
-@pytest.mark.parametrize(("num_rows", "width", "columns"), [(1, 2048, 12352), (4, 4096, 2048)])
+@pytest.mark.parametrize(("num_rows", "width", "columns"), [(1, 2048, 12352), (4, 4096, 2048), (1, 29568, 8192)])
 def test_a_product_of_few_rows(num_rows, width, columns):
     with machine_code() as code:
         linear(ids(num_rows, width, dtype=BF16), ids(columns, width, dtype=BF16), None)
@@ -32,6 +32,16 @@ def test_a_mixture_of_few_rows():
         )
     for name in ("_up_kernel", "_down_kernel"):
         assert code.of(name).instructions["LDG"] >= 8, "several loads are in flight"
+
+
+def test_a_mixture_of_long_experts_holds_fewer_columns():
+    up, down = ids(2, 1856, 2688, dtype=BF16), ids(2, 2688, 1856, dtype=BF16)
+    shared = ids(3712, 2688, dtype=BF16), ids(2688, 3712, dtype=BF16), None
+    routing = Routing(ids(1, 6, dtype=torch.int64), torch.empty(1, 6))
+    with machine_code():
+        few_experts(
+            ids(1, 2688, dtype=BF16), routing, Mixture(up, down, Activation(ActivationKind.RELU_SQUARED, None), *shared)
+        )
 
 
 @pytest.mark.parametrize("decay", [DecayKind.HEAD_SOFTPLUS, DecayKind.CHANNEL_BOUNDED])
