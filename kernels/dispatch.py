@@ -116,8 +116,10 @@ class RecurrentForms:
     conv_chunk: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     conv_step: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     delta_step: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
+    delta_from_rows: Callable[[Tensor, Tensor, DeltaMixer, RecurrentSlots], Tensor] | None  # from what is projected
     delta_chunk: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
     delta_norm: Callable[[Tensor, Tensor, DeltaMixer], Tensor]
+    few_rows: int  # the most that `delta_from_rows` is for
     mamba2_step: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     mamba2_chunk: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     group_norm: GroupNorm
@@ -131,6 +133,7 @@ class RowForms:
     rms_norm: Callable[[Tensor, RmsWeights], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, RmsWeights], Tensor]
     activate: Callable[[Tensor, Activation], Tensor]
+    gate_heads: Callable[[Tensor, Tensor], Tensor]  # x sigmoid(gate), [num_rows, heads, dim] to [num_rows, heads dim]
     route_softmax: RouteSoftmax
     route_sigmoid: Callable[[Tensor, Tensor, SigmoidRule], Routing]
     experts: Callable[[Tensor, Routing, Tensor, Tensor, Activation], Tensor]
@@ -168,6 +171,10 @@ def _group_norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, *, num_groups:
     return gated_norm.gated_group_rms_norm(x, gate, weight, num_groups=num_groups, eps=eps).to(gate.dtype)
 
 
+def _gate_heads_in_torch(x: Tensor, gate: Tensor) -> Tensor:
+    return torch.sigmoid(gate).mul_(x).flatten(1)
+
+
 def _slab_rows(_top_k: int) -> int:
     return 256  # experts of a long chunk run slab by slab, so that the engine can pause between them
 
@@ -189,8 +196,10 @@ TORCH = Kernels(
         conv_chunk=slot_forms.causal_conv_chunk,
         conv_step=slot_forms.causal_conv_step,
         delta_step=delta_mixer.delta_decode,
+        delta_from_rows=None,
         delta_chunk=delta_mixer.delta_chunk,
         delta_norm=delta_mixer.delta_norm,
+        few_rows=0,
         mamba2_step=slot_forms.mamba2_step,
         mamba2_chunk=slot_forms.mamba2_chunk,
         group_norm=_group_norm_in_torch,
@@ -200,6 +209,7 @@ TORCH = Kernels(
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         activate=moe.activate,
+        gate_heads=_gate_heads_in_torch,
         route_softmax=moe.route_softmax,
         route_sigmoid=moe.route_sigmoid,
         experts=moe.grouped_experts,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.causal_conv import ConvWeights
+from kernels.triton_chain import chained, follow
 
 CHUNK_ROWS = 32
 CHUNK_CHANNELS = 128
@@ -109,22 +110,29 @@ def _step_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+    EARLY: tl.constexpr,  # the launch before this one does not touch tails
 ):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_channels = at < CHANNELS
     age = tl.arange(0, PADDED)[:, None]
-    tail_ptr = tails_ptr + tl.load(slot_in_ptr + row) * tail_stride
     is_old = (age < TAPS - 1) & in_channels[None, :]
     is_new = (age == TAPS - 1) & in_channels[None, :]
-    old = tl.load(tail_ptr + age * CHANNELS + at[None, :], mask=is_old, other=0.0)
+    taps = tl.load(taps_ptr + age * CHANNELS + at[None, :], mask=is_old | is_new, other=0.0)
+    if not EARLY:
+        follow(CHAINED)
+    tail_ptr = tails_ptr + tl.load(slot_in_ptr + row) * tail_stride
+    target_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride
+    old = tl.load(tail_ptr + age * CHANNELS + at[None, :], mask=is_old, other=0.0, cache_modifier=".cg")
+    if EARLY:
+        follow(CHAINED)
     new = tl.load(x_ptr + row * x_stride + age * 0 + at[None, :], mask=is_new, other=0.0)
     window = tl.where(age == TAPS - 1, new, old)
-    taps = tl.load(taps_ptr + age * CHANNELS + at[None, :], mask=is_old | is_new, other=0.0)
     out = _finish(tl.sum(window.to(tl.float32) * taps, 0), bias_ptr, at, in_channels, BIAS, SILU)
     tl.store(out_ptr + row * CHANNELS + at, out.to(out_ptr.dtype.element_ty), mask=in_channels)
     tl.debug_barrier()  # threads may hold copies of a value: all have read the old tail before it is written
-    moved_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride + (age - 1) * CHANNELS + at[None, :]
+    moved_ptr = target_ptr + (age - 1) * CHANNELS + at[None, :]
     tl.store(moved_ptr, window, mask=(age > 0) & (age < TAPS) & in_channels[None, :])
 
 
@@ -164,9 +172,18 @@ def causal_conv_chunk(
 
 
 def causal_conv_step(
-    x: torch.Tensor, tails: torch.Tensor, slot_in: torch.Tensor, slot_out: torch.Tensor, weights: ConvWeights
+    x: torch.Tensor,
+    tails: torch.Tensor,
+    slot_in: torch.Tensor,
+    slot_out: torch.Tensor,
+    weights: ConvWeights,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
-    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`."""
+    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`.
+
+    `early` says that the launch before this one does not touch tails, so that they need not wait for it.
+    """
     num_rows, channels = x.shape
     _check(x, tails, weights)
     assert slot_in.shape == slot_out.shape == (num_rows,)
@@ -181,6 +198,8 @@ def causal_conv_step(
             BIAS=weights.bias is not None,
             SILU=weights.silu,
             BLOCK=STEP_CHANNELS,
+            **chained(),
+            EARLY=early,
             num_warps=4,
         )
     return out

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_chain import chained, follow
+
 ROWS_ELEMENTS = 2048  # of short rows that a program takes at once
 
 
@@ -38,11 +40,14 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (columns < WIDTH)
     x_at = x_ptr + row * x_stride + columns
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    follow(CHAINED)
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(addend_ptr + row * addend_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -50,7 +55,6 @@ def _rms_norm_kernel(
         tl.store(x_at, rounded, mask=inside)
         x = rounded.to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     if CAST_FIRST:
         x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * out_stride + columns, (x * weight).to(out_ptr.dtype.element_ty), mask=inside)
@@ -117,6 +121,7 @@ def _launch(
         ROWS=rows,
         RESIDUAL=addend is not None,
         CAST_FIRST=cast_first,
+        **chained(),
         num_warps=norm_warps(block),
     )
 

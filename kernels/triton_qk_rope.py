@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
+from kernels.triton_chain import chained, follow
 
 NONE = tl.constexpr(HeadNorm.NONE.value)
 CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
@@ -100,7 +101,9 @@ def _turn_kernel(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, WIDTH)
     cos_ptr += row * cos_stride
@@ -209,6 +212,7 @@ def turn_and_write(
         WIDTH=triton.next_power_of_2(head_dim),
         ROTARY=rotary_dim,
         NORM=norms.kind.value,
+        **chained(),
         num_warps=4,
     )
     return out

@@ -18,36 +18,45 @@ import triton
 import triton.language as tl
 
 from kernels.moe import Routing, SigmoidRule
+from kernels.triton_chain import chained, follow
 
-BLOCK = 512  # assignments that a program sorts
-STEP = 32  # of them that are compared at once
+BLOCK = 512  # assignments that are counted together
+PART = 128  # of them, that a program sorts
+STEP = 16  # of them that are compared at once
 MOST_BLOCKS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Assignments by expert, and the tiles of `tile_rows` places that cover them, none with two experts."""
+    """Assignments by expert, and the tiles of `tile_rows` places that cover them, none of two experts."""
 
     order: torch.Tensor  # [num_assignments] int32: place to assignment
     num_tiles: torch.Tensor  # [1] int32
     tile_expert: torch.Tensor  # [most_tiles] int32, and so are the two below; entries past num_tiles are unwritten
     tile_first: torch.Tensor  # first place
-    tile_end: torch.Tensor  # the place after the expert's last
+    tile_end: torch.Tensor  # the place after the tile's last
     tile_rows: int
     top_k: int
 
 
 @triton.jit
 def _choose(scores, ids, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr):
-    """Ids of the TOP_K largest scores, the lowest id first among equals; the caller has made NaN into a number."""
+    """The TOP_K largest scores and their ids, the lowest id first among equals; the caller has made NaN into a number.
+
+    Scores become integers of the same order, whose maximum a warp finds in one instruction.
+    """
     places = tl.arange(0, CHOICES)
     chosen = tl.zeros((CHOICES,), tl.int32)
+    values = tl.zeros((CHOICES,), tl.int32)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     for j in tl.static_range(TOP_K):
-        best = tl.max(scores, 0)
-        expert = tl.min(tl.where(scores == best, ids, EXPERTS - 1), 0)
+        best = tl.max(keys, 0)
+        expert = tl.min(tl.where(keys == best, ids, EXPERTS - 1), 0)
         chosen = tl.where(places == j, expert, chosen)
-        scores = tl.where(ids == expert, float("-inf"), scores)
-    return chosen
+        values = tl.where(places == j, best, values)
+        keys = tl.where(ids == expert, -0x80000000, keys)
+    return chosen, tl.where(values < 0, values ^ 0x7FFFFFFF, values).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -61,18 +70,20 @@ def _route_softmax_kernel(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,  # TOP_K, padded
     RENORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, WIDTH)
     inside = ids < EXPERTS
     logits = tl.load(logits_ptr + row * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, 0))
-    shares /= tl.sum(shares, 0)
-    # A NaN stays in the row's weights, but its experts exist.
+    total = tl.sum(shares, 0)
+    shares /= total
     scores = tl.where(inside, tl.where(shares == shares, shares, 0.0), float("-inf"))
-    chosen = _choose(scores, ids, TOP_K, CHOICES, EXPERTS)
+    chosen, weights = _choose(scores, ids, TOP_K, CHOICES, EXPERTS)
     held = tl.arange(0, CHOICES) < TOP_K
-    weights = tl.sum(tl.where(ids[None, :] == chosen[:, None], shares[None, :], 0.0), 1)
+    weights = tl.where(total == total, weights, total)  # a NaN stays in the row's weights, but its experts exist
     if RENORMALISE:
         weights /= tl.sum(tl.where(held, weights, 0.0), 0)
     at = row * TOP_K + tl.arange(0, CHOICES)
@@ -96,7 +107,9 @@ def _route_sigmoid_kernel(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)[:, None]
@@ -120,7 +133,7 @@ def _route_sigmoid_kernel(
         choice = tl.where((rank < TOP_GROUPS)[:, None], choice, float("-inf"))
     WIDTH: tl.constexpr = GROUPS_PADDED * SIZE_PADDED
     flat_ids = tl.reshape(tl.where(inside, ids, EXPERTS), (WIDTH,))
-    chosen = _choose(tl.reshape(choice, (WIDTH,)), flat_ids, TOP_K, CHOICES, EXPERTS)
+    chosen, _ = _choose(tl.reshape(choice, (WIDTH,)), flat_ids, TOP_K, CHOICES, EXPERTS)
     held = tl.arange(0, CHOICES) < TOP_K
     flat = tl.reshape(scores, (WIDTH,))
     weights = tl.sum(tl.where(flat_ids[None, :] == chosen[:, None], flat[None, :], 0.0), 1)
@@ -149,6 +162,7 @@ def route_softmax(logits: torch.Tensor, *, top_k: int, renormalise: bool) -> Rou
             TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k),
             RENORMALISE=renormalise,
+            **chained(),
             num_warps=1 if width <= 512 else 4,
         )
     return routing
@@ -183,6 +197,7 @@ def route_sigmoid(logits: torch.Tensor, bias: torch.Tensor, rule: SigmoidRule) -
             TOP_K=rule.top_k,
             CHOICES=triton.next_power_of_2(rule.top_k),
             RENORMALISE=rule.renormalise,
+            **chained(),
             num_warps=1 if groups_padded * size_padded <= 512 else 4,
         )
     return routing
@@ -198,15 +213,15 @@ def _empty_routing(num_rows: int, top_k: int, device: torch.device) -> Routing:
 @triton.jit
 def _place_in_block(experts_ptr, begin, end, mine, at, BLOCK_ROWS: tl.constexpr, STEP_ROWS: tl.constexpr):
     """For each assignment, how many of its block have a lower expert, and how many the same and a lower number."""
-    lower = tl.zeros((BLOCK_ROWS,), tl.int32)
-    before = tl.zeros((BLOCK_ROWS,), tl.int32)
+    # Summed at the end: a sum makes threads wait for each other.
+    lower = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
+    before = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
     for start in range(begin, end, STEP_ROWS):
         others = start + tl.arange(0, STEP_ROWS)
         theirs = tl.load(experts_ptr + others, mask=others < end, other=1 << 30).to(tl.int32)
-        lower += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
-        same = (theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])
-        before += tl.sum(same.to(tl.int32), 1)
-    return lower, before
+        lower += (theirs[None, :] < mine[:, None]).to(tl.int32)
+        before += ((theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])).to(tl.int32)
+    return tl.sum(lower, 1), tl.sum(before, 1)
 
 
 @triton.jit
@@ -217,19 +232,22 @@ def _write_tiles(
     tile_first_ptr,
     tile_end_ptr,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Lays the tiles of all experts one after the other; returns the first place of each expert."""
     experts = tl.arange(0, WIDTH)
     first = tl.cumsum(counts, 0) - counts
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    # An expert's last rows go with the tile before, where they are at most REST.
+    tiles = tl.maximum((counts + TILE_ROWS - 1 - REST) // TILE_ROWS, (counts > 0).to(tl.int32))
     first_tile = tl.cumsum(tiles, 0) - tiles
     tl.store(num_tiles_ptr, tl.sum(tiles, 0))
     for j in range(0, tl.max(tiles, 0)):
         held = j < tiles
+        end = tl.where(j == tiles - 1, counts, (j + 1) * TILE_ROWS)
         tl.store(tile_expert_ptr + first_tile + j, experts, mask=held)
         tl.store(tile_first_ptr + first_tile + j, first + j * TILE_ROWS, mask=held)
-        tl.store(tile_end_ptr + first_tile + j, first + counts, mask=held)
+        tl.store(tile_end_ptr + first_tile + j, first + end, mask=held)
     return first
 
 
@@ -243,21 +261,27 @@ def _group_one_block_kernel(
     tile_end_ptr,
     num_assignments,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     at = tl.arange(0, BLOCK_ROWS)
     inside = at < num_assignments
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
     counts = tl.histogram(mine, WIDTH, mask=inside)
-    _write_tiles(counts, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, WIDTH)
+    _write_tiles(counts, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH)
     lower, before = _place_in_block(experts_ptr, 0, num_assignments, mine, at, BLOCK_ROWS, STEP_ROWS)
     tl.store(order_ptr + lower + before, at, mask=inside)
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, num_assignments, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def _count_kernel(
+    experts_ptr, counts_ptr, num_assignments, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    follow(CHAINED)
     block = tl.program_id(0)
     at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = at < num_assignments
@@ -274,15 +298,18 @@ def _begin_kernel(
     tile_end_ptr,
     num_blocks,
     TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     block = tl.arange(0, BLOCKS)[:, None]
     at = counts_ptr + block * WIDTH + tl.arange(0, WIDTH)[None, :]
     counts = tl.load(at, mask=block < num_blocks, other=0)
     sums = tl.cumsum(counts, 0)
     first = _write_tiles(
-        tl.sum(counts, 0), num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, WIDTH
+        tl.sum(counts, 0), num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH
     )
     tl.store(at, first[None, :] + sums - counts, mask=block < num_blocks)
 
@@ -295,14 +322,18 @@ def _order_kernel(
     num_assignments,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PART_ROWS: tl.constexpr,  # of a block, that a program takes
     STEP_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    follow(CHAINED)
+    first = tl.program_id(0) * PART_ROWS
+    block = first // BLOCK_ROWS
+    at = first + tl.arange(0, PART_ROWS)
     inside = at < num_assignments
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
-    end = tl.minimum((block + 1) * BLOCK_ROWS, num_assignments)
-    _, before = _place_in_block(experts_ptr, block * BLOCK_ROWS, end, mine, at, BLOCK_ROWS, STEP_ROWS)
+    end = tl.minimum(first + PART_ROWS, num_assignments)
+    _, before = _place_in_block(experts_ptr, block * BLOCK_ROWS, end, mine, at, PART_ROWS, STEP_ROWS)
     begin = tl.load(begin_ptr + block * WIDTH + mine, mask=inside, other=0)
     tl.store(order_ptr + begin + before, at, mask=inside)
 
@@ -312,8 +343,11 @@ def most_tiles(num_assignments: int, num_experts: int, tile_rows: int) -> int:
     return min(num_experts, num_assignments) + num_assignments // tile_rows
 
 
-def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """Groups the choices [num_rows, top_k] int64, all in [0, num_experts)."""
+def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int, rest: int = 0) -> Groups:
+    """Groups the choices [num_rows, top_k] int64, all in [0, num_experts).
+
+    An expert's last tile holds up to `rest` places more, at most `tile_rows`.
+    """
     num_assignments = experts.numel()
     assert experts.dtype == torch.int64
     assert experts.is_contiguous()
@@ -332,22 +366,34 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int) -> 
         _group_one_block_kernel[(1,)](
             *(experts, order, *targets, num_assignments),
             TILE_ROWS=tile_rows,
+            REST=rest,
             WIDTH=width,
             BLOCK_ROWS=block,
             STEP_ROWS=step,
+            **chained(),
             num_warps=4 if block < BLOCK else 8,
         )
     else:
         counts = torch.empty((num_blocks, width), dtype=torch.int32, device=experts.device)
-        _count_kernel[(num_blocks,)](experts, counts, num_assignments, WIDTH=width, BLOCK_ROWS=block, num_warps=4)
+        _count_kernel[(num_blocks,)](
+            experts, counts, num_assignments, WIDTH=width, BLOCK_ROWS=block, **chained(), num_warps=4
+        )
         _begin_kernel[(1,)](
             *(counts, *targets, num_blocks),
             TILE_ROWS=tile_rows,
+            REST=rest,
             WIDTH=width,
             BLOCKS=triton.next_power_of_2(num_blocks),
+            **chained(),
             num_warps=16,
         )
-        _order_kernel[(num_blocks,)](
-            *(experts, counts, order, num_assignments), WIDTH=width, BLOCK_ROWS=block, STEP_ROWS=step, num_warps=8
+        _order_kernel[(triton.cdiv(num_assignments, PART),)](
+            *(experts, counts, order, num_assignments),
+            WIDTH=width,
+            BLOCK_ROWS=block,
+            PART_ROWS=PART,
+            STEP_ROWS=step,
+            **chained(),
+            num_warps=4,
         )
     return Groups(order, num_tiles, tiles[0], tiles[1], tiles[2], tile_rows, experts.shape[1])

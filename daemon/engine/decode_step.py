@@ -158,7 +158,8 @@ class DecodeStep:
         inputs.load()
         logits = finish(self.model.forward(batch, self.pools))
         drawn = self._forms.draw(logits, inputs.sampling())
-        tokens = torch.where(logits.isfinite().all(-1), drawn, NOT_FINITE)
+        is_finite = (logits - logits).sum(-1) == 0  # x - x is not 0, nor their sum, where x is no finite number
+        tokens = torch.where(is_finite, drawn, NOT_FINITE)
         inputs.tokens.copy_(tokens, non_blocking=True)
         return StepOutput(logits, tokens)
 

@@ -42,6 +42,7 @@ class GatedAttention:
         norms = [ZeroCentredRmsNorm(scope, name, config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")]
         self.norms = HeadNorms(HeadNorm.WIDE, norms[0].weights.weight, norms[1].weights.weight, config.norm_eps)
         self._forms = scope.kernels.attention
+        self._gate = scope.kernels.rows.gate_heads
         self.scale = config.head_dim**-0.5
         dtype = str(scope.parameters.dtype).removeprefix("torch.")
         row_shape = (config.num_kv_heads, config.head_dim)
@@ -68,4 +69,4 @@ class GatedAttention:
         q = self._forms.turn_and_write(parts, k_plane, v_plane, self.norms, places_of(batch, inputs.rotary))
         yield
         mixed = yield from self._forms.attend(q, k_plane, v_plane, inputs.attention, self.scale)
-        return self.out(torch.sigmoid(heads[:, 1:num_q:2]).mul_(mixed).flatten(1))
+        return self.out(self._gate(mixed, heads[:, 1:num_q:2]))

@@ -81,6 +81,9 @@ class GatedDeltaNet:
 
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """[rows, hidden] to the same; reads and writes the mixer's slots for every sequence of the batch."""
+        few = self.recurrence.few(hidden, self.in_proj, inputs.batch, pools)
+        if few is not None:
+            return self.out_proj(few)
         mixed, z, b, a = columns(self.in_proj(hidden), self.sizes.projection_parts)
         yield
         rows = ProjectedRows(mixed, gate=z, beta=b, decay=a)

@@ -62,7 +62,9 @@ class Rope:
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """cos and sin for these positions, worked out in float32 and cast as checkpoints expect."""
         angles = positions.float()[:, None] * self.frequencies
-        cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1:
+            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
         return Rotary(
             torch.cat((cos, cos), -1).to(dtype).unsqueeze(1),
             torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1),

@@ -79,20 +79,20 @@ def _as_experts(inputs: object) -> Experts:
 
 def _moe_sweep(num_rows: int) -> list[MoeTiles]:
     if num_rows <= 64:
-        cuts = [(32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)], [(64, 128, 4, 4), (64, 64, 4, 6)]
-        rows = (16,)
-    else:
         cuts = (
-            [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)],
-            [(128, 64, 4, 3), (256, 64, 8, 3), (256, 64, 8, 4)],
+            [(64, 128, 4, 4), (128, 128, 8, 3), (64, 256, 4, 3)],
+            [(128, 64, 4, 4), (128, 128, 4, 4), (256, 64, 8, 4)],
         )
-        rows = (64, 128)
-    return [MoeTiles(m, ProductTiles(*up), ProductTiles(*down)) for m, up, down in product(rows, *cuts)]
+        rows = [(16, 0)]
+    else:
+        cuts = [(64, 64, 4, 3), (128, 64, 8, 4)], [(128, 64, 4, 3), (256, 64, 8, 4)]
+        rows = [(64, 0), (64, 32), (128, 0), (128, 32)]
+    return [MoeTiles(*places, ProductTiles(*up), ProductTiles(*down)) for places, up, down in product(rows, *cuts)]
 
 
 def _tiles_name(tiles: MoeTiles) -> str:
     up, down = (f"{p.columns}x{p.inner} w{p.num_warps} s{p.num_stages}" for p in (tiles.up, tiles.down))
-    return f"m{tiles.rows} up {up} down {down}"
+    return f"m{tiles.rows}+{tiles.rest} up {up} down {down}"
 
 
 def _moe_row(num_rows: int, shape: ExpertShape) -> Row:

@@ -7,7 +7,8 @@ import torch
 
 from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_decode_reference
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_delta_few import delta_few
+from kernels.triton_delta_few import delta_few, delta_from_rows
+from kernels.triton_few_linear import linear
 from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
 
@@ -54,6 +55,21 @@ def test_head_decay_equals_float64(k_heads, heads, dk, dv, step):
     rows, mixer = make(3, k_heads, heads, dk, dv)
     channels = rows.mixed.shape[1]
     compare(rows, mixer, make_slots([4, 1, 0], [4, 2, 0], (TAPS - 1, channels), (heads, dk, dv), seed=7), step)
+
+
+@pytest.mark.parametrize("num_rows", [3] if INTERPRETED else [1, 3])
+@pytest.mark.parametrize(("k_heads", "heads", "dk", "dv"), SHAPES[-1:] if INTERPRETED else SHAPES)
+def test_a_projection_and_a_step_in_one_give_what_they_give_apart(num_rows, k_heads, heads, dk, dv):
+    rows, mixer = make(num_rows, k_heads, heads, dk, dv)
+    widths = [part.shape[1] for part in (rows.mixed, rows.gate, rows.beta, rows.decay)]
+    x, weight = randn(num_rows, 48 + 3, seed=9)[:, :48], randn(sum(widths), 48, seed=10) / 7
+    slots = make_slots([4, 1, 0][:num_rows], [4, 2, 0][:num_rows], (TAPS - 1, widths[0]), (heads, dk, dv), seed=7)
+    apart = copy_of(slots)
+    want = delta_few(ProjectedRows(*linear(x, weight, None).split(widths, 1)), mixer, apart)
+    assert relative_error(delta_from_rows(x, weight, mixer, slots), want) < 6e-3
+    for s in slots.slot_out.tolist():
+        assert relative_error(slots.states[s], apart.states[s]) < 1e-3
+        assert relative_error(slots.tails[s], apart.tails[s]) < 1e-3
 
 
 @pytest.mark.parametrize("decay", [DecayKind.CHANNEL_SOFTPLUS, DecayKind.CHANNEL_BOUNDED])

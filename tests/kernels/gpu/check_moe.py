@@ -5,19 +5,24 @@ import torch
 
 from kernels import moe
 from kernels.moe import Activation, ActivationKind, Routing, SigmoidRule, experts_reference
-from kernels.triton_moe import MoeTiles, ProductTiles, grouped_experts
+from kernels.triton_moe import MOST, MoeTiles, ProductTiles, grouped_experts
 from kernels.triton_routing import BLOCK, group_by_expert, most_tiles, route_sigmoid, route_softmax
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn, relative_error
 
 SWIGLU = Activation(ActivationKind.SWIGLU, None)
 CLAMPED = Activation(ActivationKind.SWIGLU, 0.5)
 RELU_SQUARED = Activation(ActivationKind.RELU_SQUARED, None)
-SMALL = MoeTiles(16, ProductTiles(16, 32, 4, 2), ProductTiles(16, 16, 4, 2))
-LARGE = MoeTiles(64, ProductTiles(64, 64, 4, 3), ProductTiles(128, 64, 4, 3))
+SMALL = MoeTiles(16, 0, ProductTiles(16, 32, 4, 2), ProductTiles(16, 16, 4, 2))
+RESTING = MoeTiles(16, 16, ProductTiles(16, 32, 4, 2), ProductTiles(32, 16, 4, 2))
+LARGE = MoeTiles(64, 32, ProductTiles(64, 64, 4, 3), ProductTiles(128, 64, 4, 3))
 
 SIZES = [
-    *[(1, 48, 24, SMALL), (7, 40, 16, SMALL), (33, 64, 32, None)],
-    *([] if INTERPRETED else [(70, 192, 96, LARGE), (300, 256, 128, LARGE), (64, 2048, 512, None)]),
+    *[(1, 48, 24, SMALL), (7, 40, 16, SMALL), (33, 64, 32, None), (24, 40, 24, RESTING)],
+    *(
+        []
+        if INTERPRETED
+        else [(70, 192, 96, LARGE), (300, 256, 128, LARGE), (64, 2048, 512, None), (900, 256, 128, MOST)]
+    ),
 ]
 
 
@@ -58,11 +63,12 @@ def test_a_nan_row_has_experts_that_exist_and_harms_no_other():
     assert ((chosen >= 0) & (chosen < 20)).all()
 
 
+@pytest.mark.parametrize("rest", [0, 5])
 @pytest.mark.parametrize("num_rows", [1, 16, 64, BLOCK // 4, BLOCK // 4 + 1, 500])
-def test_groups_are_sorted_by_expert_then_number(num_rows):
+def test_groups_are_sorted_by_expert_then_number(num_rows, rest):
     num_experts, top_k, tile_rows = 24, 4, 16
     experts = torch.randint(0, num_experts - 1, (num_rows, top_k), generator=torch.Generator().manual_seed(5))
-    groups = group_by_expert(experts.to(DEVICE), num_experts, tile_rows)
+    groups = group_by_expert(experts.to(DEVICE), num_experts, tile_rows, rest)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     assert groups.order.tolist() == order.tolist()
@@ -70,7 +76,8 @@ def test_groups_are_sorted_by_expert_then_number(num_rows):
     tiles = []
     first = 0
     for expert, count in enumerate(counts):
-        tiles += [(expert, first + j, first + count) for j in range(0, count, tile_rows)]
+        cuts = [j for j in range(0, count, tile_rows) if j == 0 or count - j > rest]
+        tiles += [(expert, first + j, first + end) for j, end in zip(cuts, [*cuts, count][1:], strict=True)]
         first += count
     n = int(groups.num_tiles)
     got = zip(*(x[:n].tolist() for x in (groups.tile_expert, groups.tile_first, groups.tile_end)), strict=True)

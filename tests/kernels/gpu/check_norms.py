@@ -5,6 +5,7 @@ import torch
 
 from kernels import gated_norm
 from kernels.causal_conv import causal_conv_reference
+from kernels.triton_activate import gate_heads
 from kernels.triton_causal_conv import CHUNK_ROWS, causal_conv_chunk, causal_conv_step
 from kernels.triton_norms import (
     add_rms_norm,
@@ -59,6 +60,12 @@ def test_gated_norms_equal_float64(num_rows, heads, width):
     assert relative_error(got, rms_norm_reference(gated, torch.ones_like(weight), 1e-6).flatten(1) * wide) < 4e-3
     torch_form = gated_norm.gated_group_rms_norm(x.flatten(1), gate, wide, num_groups=heads, eps=1e-6)
     assert relative_error(got, torch_form) < 4e-3
+
+
+def test_heads_are_gated_by_a_sigmoid():
+    x, wide = randn(3, 5, 16, seed=18), randn(3, 10, 16, seed=19)
+    gate = wide[:, 1::2]  # every other head
+    assert relative_error(gate_heads(x, gate), (x.double() * gate.double().sigmoid()).flatten(1)) < 4e-3
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, CHUNK_ROWS, CHUNK_ROWS + 1, 3 * CHUNK_ROWS - 1])
