@@ -40,6 +40,24 @@ class TestOnACard:
         assert torch.equal(out, dense(q, moved, moved_tables, LENGTHS))
         assert torch.equal(out[4:5], dense(q[4:5], plane, tables, LENGTHS[4:5], seqs=[4]))
 
+    @pytest.mark.parametrize("heads", [32, 128])
+    def test_programs_that_take_several_items_change_no_byte(self, heads):
+        lengths = [140 * SPLIT + 33, 5 * SPLIT + 1]
+        plane, tables, rows = make_latents(lengths, WIDTH, seed=12)
+        q = randn(2, heads, WIDTH, seed=13) * 0.3
+        out = dense(q, plane, tables, lengths)
+        expected = [attend_exactly(q[s], x[:, None], x[:, None, :LATENT_DIM], 0.1) for s, x in enumerate(rows)]
+        assert relative_error(out, torch.stack(expected)) < 4e-3
+        assert torch.equal(out[1:], dense(q[1:], plane, tables, lengths[1:], seqs=[1]))
+        picks = make_picks([lengths[1] - 1] * 150, 1, 300, seed=14)
+        many = SelectedRows(picks, 1, ints([lengths[1] - 1] * 150), ints([1] * 150), tables)
+        few = SelectedRows(picks[140:], 1, many.positions[140:], many.row_seqs[140:], tables)
+        q = randn(150, heads, WIDTH, seed=15) * 0.3
+        out = grouped_sparse_mla(q, plane, many, scale=0.1)
+        assert torch.equal(out[140:], grouped_sparse_mla(q[140:], plane, few, scale=0.1))
+        held = rows[1][picks[149].long()][:, None]
+        assert relative_error(out[149], attend_exactly(q[149], held, held[..., :LATENT_DIM], 0.1)) < 4e-3
+
     def test_a_row_without_keys_is_zero(self):
         plane, tables, _ = make_latents(LENGTHS[:2], WIDTH, seed=3)
         out = dense(randn(2, 32, WIDTH, seed=4), plane, tables, [0, 5])
