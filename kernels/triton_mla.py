@@ -11,20 +11,25 @@ have a fixed length at fixed places and are merged in order.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gluon_latent import grouped_mla, grouped_sparse_mla, is_fit
 from kernels.triton_paged_decode import DecodePlan
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_selected import SelectedRows, selected_offsets, selected_tokens
 from kernels.triton_softmax import LN2, LOG2E, AttentionTiles, Parts, merge_partials, merge_ragged
 
+LATENT_SPLIT = 1024  # keys of a split; decides bytes
+
 
 def latent_tiles(num_heads: int) -> AttentionTiles:
     """64 keys are the rows that a matrix instruction takes; more heads than 32 at once do not fit into registers."""
     heads = min(32, max(16, triton.next_power_of_2(num_heads)))
-    return AttentionTiles(split=1024, keys=64, heads=heads, num_warps=8, num_stages=2)
+    return AttentionTiles(split=LATENT_SPLIT, keys=64, heads=heads, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -210,18 +215,21 @@ def mla_decode(
     Args:
         q: [num_rows, num_heads, C + R] bfloat16, absorbed.
         plane: [num_blocks, block_size, C + R] bfloat16, any stride between blocks.
-        plan: of this batch, with the split of `tiles`.
+        plan: of this batch.
         latent_dim: C.
         scale: positive factor of the scores.
-        tiles: how to cut the work; default: what was fastest.
+        tiles: how to cut the work, with the split of the plan; default: by groups of warps (kernels/gluon_latent.py)
+            where card and model are fit for it, else what was fastest here.
 
     Returns:
         [num_rows, num_heads, C] bfloat16.
     """
     num_rows, num_heads = q.shape[:2]
     block_size = plane.shape[1]
-    tiles = tiles or latent_tiles(num_heads)
     _check(q, plane, latent_dim, scale)
+    if tiles is None and _is_fit(plane, latent_dim):
+        return grouped_mla(q, plane, plan, scale=scale)
+    tiles = tiles or replace(latent_tiles(num_heads), split=plan.split)
     assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
     assert plan.split == tiles.split, "the plan has other splits"
     assert tiles.split % tiles.keys == 0
@@ -274,8 +282,10 @@ def sparse_mla_decode(
 ) -> torch.Tensor:
     """As `mla_decode`, of what was selected; a row that attends to nothing gives 0."""
     num_rows, num_heads = q.shape[:2]
-    tiles = tiles or latent_tiles(num_heads)
     _check(q, plane, latent_dim, scale)
+    if tiles is None and _is_fit(plane, latent_dim):
+        return grouped_sparse_mla(q, plane, selected, scale=scale)
+    tiles = tiles or latent_tiles(num_heads)
     selected.check(num_rows)
     assert tiles.split % tiles.keys == 0
     num_splits = triton.cdiv(selected.num_entries, tiles.split)
@@ -315,6 +325,10 @@ def sparse_mla_decode(
     out = torch.empty((num_rows, num_heads, latent_dim), dtype=q.dtype, device=q.device)
     merge_partials(outs, lses, out, None)
     return out
+
+
+def _is_fit(plane: torch.Tensor, latent_dim: int) -> bool:
+    return is_fit(plane.device, block_size=plane.shape[1], latent_dim=latent_dim, rope_dim=plane.shape[2] - latent_dim)
 
 
 def _check(q: torch.Tensor, plane: torch.Tensor, latent_dim: int, scale: float) -> None:

@@ -5,15 +5,13 @@ kernels/sparse_attention.py take: consecutive rows of one sequence. They take a 
 many sequences, whose positions are read on the device alone.
 """
 
-from dataclasses import replace
-
 import torch
 
 from kernels.indexer import Selection
 from kernels.key_tiles import AnySpan, BatchSpan, Span
-from kernels.paged_attention import MAX_NARROW_ROWS, SPLIT_TOKENS, PagedRows
+from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
 from kernels.triton_indexer import ScoreRows, index_scores
-from kernels.triton_mla import latent_tiles, mla_decode, sparse_mla_decode
+from kernels.triton_mla import LATENT_SPLIT, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import DecodePlan, DecodeRows, num_splits, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_sparse_decode import sparse_decode
@@ -32,8 +30,8 @@ def span_batch(rows: PagedRows, block_size: int) -> BatchSpan | None:
     splits = plan_decode(
         DecodeRows(rows.block_tables, positions + 1, row_seqs),
         block_size=block_size,
-        split=SPLIT_TOKENS,
-        most_items=sum(num_splits(start + 1, SPLIT_TOKENS) for start in rows.starts),
+        split=LATENT_SPLIT,
+        most_items=sum(num_splits(start + 1, LATENT_SPLIT) for start in rows.starts),
     )
     return BatchSpan(rows.block_tables, positions, row_seqs, max(rows.starts) + 1, splits)
 
@@ -43,17 +41,15 @@ def mla_attention(
 ) -> torch.Tensor:
     """[N, H, C] in bfloat16. Few rows take decode's splits; the many rows of a chunk each walk all of their keys."""
     num_rows = queries.shape[0]
-    tiles = latent_tiles(queries.shape[1])
     if isinstance(span, BatchSpan):
         assert isinstance(span.splits, DecodePlan)
-        return mla_decode(queries, plane, span.splits, latent_dim=latent_dim, scale=scale, tiles=tiles)
-    if num_rows > MAX_NARROW_ROWS:
-        tiles = replace(tiles, split=WHOLE_SPLIT)
+        return mla_decode(queries, plane, span.splits, latent_dim=latent_dim, scale=scale)
+    split = WHOLE_SPLIT if num_rows > MAX_NARROW_ROWS else LATENT_SPLIT
     num_keys = _positions(span, num_rows, queries.device) + 1
     rows = DecodeRows(span.table[None], num_keys, torch.zeros_like(num_keys))
-    most = sum(num_splits(span.start + row + 1, tiles.split) for row in range(num_rows))
-    plan = plan_decode(rows, block_size=plane.shape[1], split=tiles.split, most_items=most)
-    return mla_decode(queries, plane, plan, latent_dim=latent_dim, scale=scale, tiles=tiles)
+    most = sum(num_splits(span.start + row + 1, split) for row in range(num_rows))
+    plan = plan_decode(rows, block_size=plane.shape[1], split=split, most_items=most)
+    return mla_decode(queries, plane, plan, latent_dim=latent_dim, scale=scale)
 
 
 def select_keys(

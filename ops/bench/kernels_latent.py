@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.triton_mla import latent_tiles, mla_decode, sparse_mla_decode
+from kernels.triton_mla import LATENT_SPLIT, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import DecodeRows, num_splits, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import AttentionTiles
@@ -23,6 +23,7 @@ def latent_rows() -> list[Row]:
     """Dense and sparse MLA, and sparse grouped heads."""
     return [
         _mla_row("MLA B4 128K", 4, 131_072, 32),
+        _mla_row("MLA B1 128K", 1, 131_072, 32),
         _mla_row("MLA B8 32K", 8, 32_768, 128),
         _sparse_mla_row("sparse MLA B64 2048", 64, 128),
         _sparse_mla_row("sparse MLA B1 2048", 1, 128),
@@ -51,18 +52,21 @@ def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
             Way("ours", lambda x: _mla_run(as_pages(x), None)),
             Way("torch absorbed, contiguous", lambda x: _absorbed(as_pages(x)), is_peer=True),
         ],
-        sweep=[Way(_tiles_name(t), lambda x, t=t: _mla_run(as_pages(x), t)) for t in (few if heads <= 32 else many)],
+        sweep=[
+            *(Way(f"ours, split {s}", lambda x, s=s: _mla_run(as_pages(x), None, s)) for s in (1024, 2048, 4096)),
+            *(Way(_tiles_name(t), lambda x, t=t: _mla_run(as_pages(x), t)) for t in (few if heads <= 32 else many)),
+        ],
         read_bytes=bytes_read,
         flops=2.0 * num_seqs * length * heads * (2 * LATENT + ROPE),
         error=lambda out, x: _mla_error(out, as_pages(x)),
     )
 
 
-def _mla_run(x: Pages, tiles: AttentionTiles | None) -> Run:
-    tiles = tiles or latent_tiles(x.q.shape[1])
+def _mla_run(x: Pages, tiles: AttentionTiles | None, split: int = LATENT_SPLIT) -> Run:
+    split = split if tiles is None else tiles.split
     rows = DecodeRows(x.tables, x.ints(x.length), x.seqs())
-    most = x.tables.shape[0] * num_splits(x.length, tiles.split)
-    plan = plan_decode(rows, block_size=BLOCK, split=tiles.split, most_items=most)
+    most = x.tables.shape[0] * num_splits(x.length, split)
+    plan = plan_decode(rows, block_size=BLOCK, split=split, most_items=most)
     return lambda: mla_decode(x.q, x.planes[0], plan, latent_dim=LATENT, scale=SCALE, tiles=tiles)
 
 

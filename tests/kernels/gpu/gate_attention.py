@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
 from kernels.triton_mla import mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import FP8, DecodeRows, paged_decode, plan_decode
@@ -14,6 +15,7 @@ from tests.kernels.gpu.compiler import machine_code
 from tests.kernels.gpu.fractions import some
 
 BF16 = torch.bfloat16
+MOST_PUT_ASIDE = 40  # bytes a thread of latent groups, hardly any of them in the inner loop
 
 
 def plane(*shape, dtype=BF16, block_bytes=1 << 21):
@@ -102,6 +104,24 @@ def test_latent_attention(heads, latent_dim, rope_dim):
         assert code.of(name).instructions["HGMMA"]
         assert not code.of(name).instructions["HMMA"]
         assert code.of(name).instructions["LDGSTS"]
+
+
+@pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
+@pytest.mark.parametrize("heads", some([16, 32, 128], 1))
+def test_latent_attention_by_groups_of_warps(heads):
+    latents, q = plane(64, 576), ids(2, heads, 576, dtype=BF16)
+    with machine_code(MOST_PUT_ASIDE) as code:
+        grouped_mla(q, latents, decode_plan(1024), scale=0.1)
+    assert code.of("_attend_splits_kernel").instructions["UTMALDG"], "whole blocks come by the copy engine"
+    with machine_code(MOST_PUT_ASIDE) as selected_code:
+        for pool in (1, 16):
+            selected = SelectedRows(ids(2, 2048 // pool), pool, ids(2), ids(2), tables(2, 2048))
+            grouped_sparse_mla(q, latents, selected, scale=0.1)
+    for kernel in (*code.kernels, *selected_code.kernels):
+        if kernel.name.startswith("_attend"):
+            assert kernel.instructions["HGMMA"]
+            assert not kernel.instructions["HMMA"]
+            assert kernel.instructions["USETMAXREG"], "the copying group gives its registers to the others"
 
 
 def test_selected_pools_of_grouped_heads():

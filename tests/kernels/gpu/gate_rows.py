@@ -13,14 +13,15 @@ from tests.kernels.gpu.gate_attention import BF16, ids, plane
 
 
 @pytest.mark.parametrize(
-    ("dtype", "per_block", "seqs"), [(BF16, 64, "many"), (FP8, 64, "many"), (BF16, 64, "one"), (BF16, 16, "many")]
+    ("dtype", "per_block", "seqs"),
+    [(BF16, 64, "many"), (FP8, 64, "many"), (BF16, 64, "one"), (FP8, 64, "one"), (BF16, 16, "many")],
 )
 def test_index_scores(dtype, per_block, seqs):
     rows = ScoreRows(ids(4 if seqs == "many" else 1, 512), ids(4), ids(4) if seqs == "many" else None)
     with machine_code() as code:
         q, weights = ids(4, 64, 128, dtype=BF16), torch.empty(4, 64)
         index_scores(q, weights, plane(per_block, 128, dtype=dtype), rows, most_keys=8000)
-    assert code.of("_score_kernel").instructions["HGMMA"]
+    assert code.of("_score_kernel").instructions["QGMMA" if dtype == FP8 else "HGMMA"]
     assert code.of("_score_kernel").instructions["LDGSTS"]
 
 
