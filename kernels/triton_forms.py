@@ -8,7 +8,6 @@ from kernels import (
     triton_causal_conv,
     triton_delta_chunk,
     triton_delta_decode,
-    triton_delta_few,
     triton_few_experts,
     triton_few_linear,
     triton_hyper_connections,
@@ -20,12 +19,11 @@ from kernels import (
     triton_sampling,
     triton_spans,
 )
-from kernels.delta_mixer import DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import DeltaMixer, OutputGate
 from kernels.dispatch import AttentionForms, AttentionSizes, Kernels, RecurrentForms, RowForms
 from kernels.norms import RmsWeights
 from kernels.paged_attention import PagedRows
 from kernels.qk_rope import HeadNorms, Heads, Places
-from kernels.recurrent_slots import RecurrentSlots
 
 
 def _plan(rows: PagedRows, sizes: AttentionSizes) -> triton_attention.TritonPlan:
@@ -44,12 +42,6 @@ def _rms_norm(x: torch.Tensor, norm: RmsWeights) -> torch.Tensor:
 
 def _add_rms_norm(hidden: torch.Tensor, addend: torch.Tensor, norm: RmsWeights) -> torch.Tensor:
     return triton_norms.add_rms_norm(hidden, addend, norm.weight, norm.eps, cast_first=norm.cast_first)
-
-
-def _delta_step(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> torch.Tensor:
-    if rows.mixed.shape[0] <= triton_few_linear.FEW_ROWS:
-        return triton_delta_few.delta_few(rows, mixer, slots)
-    return triton_delta_decode.delta_decode(rows, mixer, slots)
 
 
 def _delta_norm(out: torch.Tensor, gate: torch.Tensor, mixer: DeltaMixer) -> torch.Tensor:
@@ -78,7 +70,7 @@ TRITON = Kernels(
     recurrent=RecurrentForms(
         conv_chunk=triton_causal_conv.causal_conv_chunk,
         conv_step=triton_causal_conv.causal_conv_step,
-        delta_step=_delta_step,
+        delta_step=triton_delta_decode.delta_decode,
         delta_chunk=triton_delta_chunk.delta_chunk,
         delta_norm=_delta_norm,
         mamba2_step=triton_mamba2.mamba2_step,

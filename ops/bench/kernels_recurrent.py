@@ -164,7 +164,7 @@ def _delta_decode_row(name: str, mixer: Mixer, num_rows: int) -> Row:
             x = _as_delta(inputs)
             return lambda: delta_decode(x.rows, x.mixer, x.slots, tiles=tiles)
 
-        return Way("ours" if tiles is None else f"v{tiles.values} w{tiles.num_warps} s{tiles.num_stages}", make)
+        return Way("ours" if tiles is None else f"v{tiles.values} w{tiles.num_warps}", make)
 
     def by_torch(inputs: object) -> Run:
         x = _as_delta(inputs)
@@ -203,8 +203,7 @@ def _delta_decode_row(name: str, mixer: Mixer, num_rows: int) -> Row:
     peers = [Way("torch, recurrence alone", by_torch, is_peer=True, exact=False)]
     if fused_recurrent_gated_delta_rule is not None and not mixer.per_channel:
         peers.append(Way("fla, recurrence alone", by_fla, is_peer=True, exact=False))
-    cuts = [(16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 2), (64, 8, 3)]
-    cuts += [(128, 8, 1), (128, 8, 2), (128, 16, 2)]
+    cuts = [(values, num_warps) for values in (16, 32, 64, 128) for num_warps in (4, 8)]
     return Row(
         name,
         lambda seed: _make_delta(mixer, num_rows, num_rows, seed),

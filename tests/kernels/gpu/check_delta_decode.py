@@ -7,13 +7,12 @@ import torch
 
 from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_decode_reference
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_delta_few import delta_few
 from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
 
 TAPS = 4
 SHAPES = [(2, 4, 16, 32), (1, 3, 12, 20)] if INTERPRETED else [(16, 32, 128, 128), (2, 4, 64, 64), (1, 3, 12, 20)]
-STEPS = [*(partial(delta_decode, tiles=DeltaDecodeTiles(*t)) for t in ((16, 4, 2), (128, 8, 1))), delta_few]
+STEPS = [delta_decode, *(partial(delta_decode, tiles=DeltaDecodeTiles(*t)) for t in ((16, 4), (128, 8)))]
 
 
 def make(num_rows, k_heads, heads, dk, dv, decay=DecayKind.HEAD_SOFTPLUS, gate=OutputGate.SILU, seed=0):

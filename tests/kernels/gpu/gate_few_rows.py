@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from kernels.causal_conv import ConvWeights
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
 from kernels.moe import Activation, ActivationKind, Mixture, Routing
-from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_activate import activate
-from kernels.triton_delta_few import delta_few
 from kernels.triton_few_experts import few_experts
 from kernels.triton_few_linear import linear
 from tests.kernels.gpu.compiler import machine_code
@@ -32,21 +28,6 @@ def test_a_mixture_of_few_rows():
         )
     for name in ("_up_kernel", "_down_kernel"):
         assert code.of(name).instructions["LDG"] >= 8, "several loads are in flight"
-
-
-@pytest.mark.parametrize("decay", [DecayKind.HEAD_SOFTPLUS, DecayKind.CHANNEL_BOUNDED])
-def test_a_delta_step_of_few_rows(decay):
-    heads, k_heads, dim = (32, 16, 128) if decay is DecayKind.HEAD_SOFTPLUS else (64, 64, 128)
-    channels, biases = (2 * k_heads + heads) * dim, heads if decay is DecayKind.HEAD_SOFTPLUS else heads * dim
-    conv = ConvWeights(torch.empty(4, channels), None, True)
-    vectors = torch.empty(heads), torch.empty(biases), torch.empty(dim)
-    mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, OutputGate.SILU)
-    rows = ProjectedRows(*(ids(1, n, dtype=BF16) for n in (channels, heads * dim, heads, biases)))
-    slot = ids(1, dtype=torch.int64)
-    slots = RecurrentSlots(ids(2, 3, channels, dtype=BF16), torch.empty(2, heads, dim, dim), slot, slot)
-    with machine_code() as code:
-        delta_few(rows, mixer, slots)
-    assert code.of("_delta_head_kernel").instructions["LDG"] >= 16, "a state comes at once"
 
 
 def test_an_activation():

@@ -60,7 +60,7 @@ def test_delta_decode(decay, gate, k_heads, heads):
     rows, mixer, sizes = mixer_of(decay, gate, k_heads, heads, 2)
     with machine_code() as code:
         delta_decode(rows, mixer, slots_of(2, *sizes))
-    assert code.of("_delta_decode_kernel").instructions["LDGSTS"], "pieces of state are copied while others are used"
+    assert code.of("_delta_decode_kernel").instructions["LDG"] >= 48, "a tile of state and all else come at once"
 
 
 @pytest.mark.parametrize(("decay", "gate", "k_heads", "heads"), some(MIXERS, 1))
