@@ -6,6 +6,9 @@ their lengths and decays multiply the small results. With a decay a channel, pai
 second half and j in the first of exactly one block on the diagonal, with the decays relative to the row between. Sums
 of log decays over all such ranges of rows are matrix products with 0 and 1. Where a decay has a bound, pairs within
 `STRIP` rows are met at once: relative to the row in their middle, no factor leaves the range of float32.
+
+On cards of the Hopper generation, for heads of 128 keys, kernels/gluon_delta_terms.py and kernels/gluon_delta_scan.py
+compute the same.
 """
 
 # What is compiled by Triton has no types.
@@ -13,7 +16,7 @@ of log decays over all such ranges of rows are matrix products with 0 and 1. Whe
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -21,6 +24,8 @@ import triton.language as tl
 
 from kernels.delta_mixer import DecayKind, DeltaMixer, ProjectedRows, split_heads
 from kernels.delta_rule import INNER, MIN_LOG_DECAY, UNIT_EPS
+from kernels.gluon_delta_scan import grouped_scan, is_fit
+from kernels.gluon_delta_terms import fill_channel_terms, fill_head_terms
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_decode import softplus
 from kernels.triton_delta_scan import SCAN_TILES, DeltaTerms, ScanTiles, invert_unit_lower, scan
@@ -30,19 +35,9 @@ from kernels.triton_softmax import LOG2E
 LEAST_CHANNEL_DECAY = -60.0
 STRIP = 16  # rows of a block on the diagonal that a bounded decay meets at once
 LEAST_PIECE_CHUNKS = 64  # inner chunks that are worth a launch of their own
+PIECES = 4  # of a long sequence: terms of one are worked out beside the scan of the one before
+KEYS_AT_ONCE = 32  # channels that a program of a decay a channel takes at once
 LEAST_STRIP_DECAY = -5.0  # a row: 8 of them to either side are e^40, and their products e^80
-
-
-@dataclass(frozen=True, slots=True)
-class TermsTiles:
-    """How the terms are worked out. No byte depends on the warps."""
-
-    head_warps: int = 4  # of a program with a decay a head
-    channel_warps: int = 4  # with a decay a channel
-    keys: int = 32  # channels that such a program takes at once
-
-
-TERMS_TILES = TermsTiles()
 
 
 @triton.jit
@@ -258,8 +253,8 @@ def delta_chunk(
     mixer: DeltaMixer,
     slots: RecurrentSlots,
     *,
+    pieces: int = PIECES,
     tiles: ScanTiles = SCAN_TILES,
-    terms_tiles: TermsTiles = TERMS_TILES,
 ) -> torch.Tensor:
     """Rows of one sequence, any number of them; the state is read at slot_in and written at slot_out, each [1] int64.
 
@@ -267,8 +262,8 @@ def delta_chunk(
         rows: `mixed` as the convolution left it; `gate` is not read.
         mixer: its convolution, norm and gate are not read.
         slots: tails are not touched; slot_out may equal slot_in.
-        tiles: of the scan.
-        terms_tiles: of the kernel before it.
+        pieces: that a long sequence is cut into; no byte depends on it.
+        tiles: of the scan of cards and heads that `is_fit` does not take.
 
     Returns:
         [rows, Hv, dv] in the dtype of `mixed`, before the output norm.
@@ -293,25 +288,28 @@ def delta_chunk(
         slots.states.index_copy_(0, slots.slot_out, slots.states.index_select(0, slots.slot_in))
         return out
     q, k, v = split_heads(rows.mixed, slots.states.shape[1:])
-    empty_terms, fill = (
-        (_empty_channel_terms, _fill_channel_terms) if mixer.per_channel else (_empty_terms, _fill_terms)
-    )
-    terms = empty_terms(q, k, heads)
-    pieces = _pieces(num_rows, tiles.pieces) if rows.mixed.is_cuda else [(0, num_rows)]
-    if len(pieces) == 1:
-        fill(rows, mixer, (q, k), terms, terms_tiles)
-        scan(terms, v, out, slots, tiles)
+    terms = (_empty_channel_terms if mixer.per_channel else _empty_terms)(q, k, heads)
+    grouped = is_fit(rows.mixed.device, dk=dk, dv=dv)
+    if mixer.per_channel:
+        fill = fill_channel_terms if grouped and _has_strips(mixer) else _fill_channel_terms
+    else:
+        fill = fill_head_terms if grouped else _fill_terms
+    carry = grouped_scan if grouped else partial(scan, tiles=tiles)
+    cuts = _pieces(num_rows, pieces) if rows.mixed.is_cuda else [(0, num_rows)]
+    if len(cuts) == 1:
+        fill(rows, mixer, (q, k), terms)
+        carry(terms, v, out, slots)
         return out
     # The scan leaves many multiprocessors idle: they work out the terms of the pieces after it on another stream.
     main, side = torch.cuda.current_stream(q.device), torch.cuda.Stream(q.device)
     side.wait_stream(main)
-    for begin, end in pieces:
+    for begin, end in cuts:
         of_piece = terms.piece(begin, end)
         with torch.cuda.stream(side):
             rows_of_piece = ProjectedRows(*(x[begin:end] for x in (rows.mixed, rows.gate, rows.beta, rows.decay)))
-            fill(rows_of_piece, mixer, (q[begin:end], k[begin:end]), of_piece, terms_tiles)
+            fill(rows_of_piece, mixer, (q[begin:end], k[begin:end]), of_piece)
         main.wait_stream(side)
-        scan(of_piece, v[begin:end], out[begin:end], slots, tiles)
+        carry(of_piece, v[begin:end], out[begin:end], slots)
         slots = RecurrentSlots(slots.tails, slots.states, slots.slot_out, slots.slot_out)
     return out
 
@@ -322,6 +320,11 @@ def _pieces(num_rows: int, most: int) -> list[tuple[int, int]]:
     count = max(1, min(most, num_chunks // LEAST_PIECE_CHUNKS))
     ends = [min(num_rows, INNER * -(-num_chunks * (i + 1) // count)) for i in range(count)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _has_strips(mixer: DeltaMixer) -> bool:
+    """Whether all pairs of rows within STRIP can be met at once."""
+    return mixer.decay is DecayKind.CHANNEL_BOUNDED and mixer.lower_bound >= LEAST_STRIP_DECAY
 
 
 def _empty_squares(num_chunks: int, heads: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,7 +346,7 @@ def _empty_channel_terms(q: torch.Tensor, k: torch.Tensor, heads: int) -> DeltaT
 
 
 def _fill_terms(
-    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms, tiles: TermsTiles
+    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms
 ) -> None:
     q, k = qk
     num_chunks, heads = terms.solve.shape[:2]
@@ -359,16 +362,15 @@ def _fill_terms(
         C=INNER,
         LEAST=MIN_LOG_DECAY,
         EPS=UNIT_EPS,
-        num_warps=tiles.head_warps,
+        num_warps=4,
     )
 
 
 def _fill_channel_terms(
-    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms, tiles: TermsTiles
+    rows: ProjectedRows, mixer: DeltaMixer, qk: tuple[torch.Tensor, torch.Tensor], terms: DeltaTerms
 ) -> None:
     q, k = qk
     num_chunks, heads = terms.solve.shape[:2]
-    bounded = mixer.decay is DecayKind.CHANNEL_BOUNDED
     part_stride = terms.read_k.storage_offset() - terms.read_q.storage_offset()
     assert part_stride == terms.write_k.storage_offset() - terms.read_k.storage_offset(), "three parts of one tensor"
     _channel_terms_kernel[(heads, num_chunks)](
@@ -379,11 +381,11 @@ def _fill_channel_terms(
         DECAY_STRIDE=rows.decay.stride(0),
         HEADS=heads,
         DK=k.shape[2],
-        KEYS=min(tiles.keys, k.shape[2]),
+        KEYS=min(KEYS_AT_ONCE, k.shape[2]),
         C=INNER,
-        BOUNDED=bounded,
-        STRIP_LEVEL=(STRIP - 1).bit_length() if bounded and mixer.lower_bound >= LEAST_STRIP_DECAY else 0,
+        BOUNDED=mixer.decay is DecayKind.CHANNEL_BOUNDED,
+        STRIP_LEVEL=(STRIP - 1).bit_length() if _has_strips(mixer) else 0,
         LEAST=LEAST_CHANNEL_DECAY,
         EPS=UNIT_EPS,
-        num_warps=tiles.channel_warps,
+        num_warps=4,
     )

@@ -4,6 +4,7 @@ All that lies between the input projection and the output projection of GDN and 
 out and has the reference). A program has one row and one key head with all
 value heads that share it, so that every channel of the convolution's tail has one reader and writer and can be moved
 on in place. The state is read once and written once, which is all that bounds the time: 2 x 4 x Hv dk dv bytes a row.
+While a tile of it is worked on, the next one is on its way.
 """
 
 # What is compiled by Triton has no types.
@@ -27,8 +28,11 @@ class DeltaDecodeTiles:
     """How a launch is cut."""
 
     values: int  # value channels of a state that a program takes at once, a power of two
-    num_warps: int
-    num_stages: int  # pieces of state in flight
+    num_warps: int = 4
+
+
+HEAD_TILES = DeltaDecodeTiles(values=64)  # a decay a head
+CHANNEL_TILES = DeltaDecodeTiles(values=32)
 
 
 @triton.jit
@@ -38,28 +42,49 @@ def softplus(x):
 
 
 @triton.jit
-def _window(x_ptr, tail_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """The convolution's inputs at channels `at`, oldest first: [ROWS, channels], rows past TAPS 0."""
-    age = tl.arange(0, ROWS)[:, None]
-    old = tl.load(tail_ptr + age * CHANNELS + at[None, :], mask=(age < TAPS - 1) & inside[None, :], other=0.0)
-    new = tl.load(x_ptr + age * 0 + at[None, :], mask=(age == TAPS - 1) & inside[None, :], other=0.0)
-    return tl.where(age == TAPS - 1, new, old)
+def _load_inputs(x_ptr, tail_ptr, taps_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution's inputs at channels `at`, oldest first, and what multiplies them: a tuple of vectors each."""
+    inputs = ()
+    taps = ()
+    for j in tl.static_range(TAPS - 1):
+        inputs += (tl.load(tail_ptr + j * CHANNELS + at, mask=inside, other=0.0),)
+    inputs += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+    for j in tl.static_range(TAPS):
+        taps += (tl.load(taps_ptr + j * CHANNELS + at, mask=inside, other=0.0),)
+    return inputs, taps
 
 
 @triton.jit
-def _convolve(window, taps_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr):
+def _convolve(inputs, taps, TAPS: tl.constexpr):
     """SiLU of the convolution, rounded as a chunk's convolution rounds it, in float32."""
-    age = tl.arange(0, ROWS)[:, None]
-    taps = tl.load(taps_ptr + age * CHANNELS + at[None, :], mask=(age < TAPS) & inside[None, :], other=0.0)
-    acc = tl.sum(window.to(tl.float32) * taps, 0)
-    return (acc * tl.sigmoid(acc)).to(window.dtype).to(tl.float32)
+    acc = inputs[0].to(tl.float32) * taps[0]
+    for j in tl.static_range(1, TAPS):
+        acc += inputs[j].to(tl.float32) * taps[j]
+    return (acc * tl.sigmoid(acc)).to(inputs[0].dtype).to(tl.float32)
 
 
 @triton.jit
-def _move_tail(window, tail_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr):
+def _move_tail(inputs, tail_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """Writes the tail after the row."""
-    age = tl.arange(0, ROWS)[:, None]
-    tl.store(tail_ptr + (age - 1) * CHANNELS + at[None, :], window, mask=(age > 0) & (age < TAPS) & inside[None, :])
+    for j in tl.static_range(1, TAPS):
+        tl.store(tail_ptr + (j - 1) * CHANNELS + at, inputs[j], mask=inside)
+
+
+@triton.jit
+def _load_state(ptr, tile, keys, DK: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    values = (tile % TILES) * TILE + tl.arange(0, TILE)
+    at = (tile // TILES) * (DK * DV) + keys[:, None] * DV + values[None, :]
+    return tl.load(ptr + at, mask=(keys < DK)[:, None] & (values < DV)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_pairs(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def _add_triples(a_0, a_1, a_2, b_0, b_1, b_2):
+    return a_0 + b_0, a_1 + b_1, a_2 + b_2
 
 
 @triton.jit
@@ -92,25 +117,26 @@ def _delta_decode_kernel(
     BK: tl.constexpr,  # DK and DV, padded to powers of two
     BV: tl.constexpr,
     TAPS: tl.constexpr,
-    ROWS: tl.constexpr,  # TAPS, padded
     DECAY: tl.constexpr,
     SIGMOID: tl.constexpr,
     LEAST: tl.constexpr,
     EPS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,  # REPEATS, padded
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     k_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     HEADS: tl.constexpr = K_HEADS * REPEATS
     CHANNELS: tl.constexpr = 2 * K_HEADS * DK + HEADS * DV
     TILES: tl.constexpr = BV // TILE  # of a head's state, by value channels
+    first_head = k_head * REPEATS
     source = tl.load(slot_in_ptr + row)
     target = tl.load(slot_out_ptr + row)
     x_ptr = mixed_ptr + row * mixed_stride
     tail_ptr = tails_ptr + source * tail_stride
     target_ptr = tails_ptr + target * tail_stride
+    from_ptr = states_ptr + source * state_stride + first_head * (DK * DV)
+    to_ptr = states_ptr + target * state_stride + first_head * (DK * DV)
     keys = tl.arange(0, BK)
     in_keys = keys < DK
     q_at = k_head * DK + keys
@@ -118,72 +144,82 @@ def _delta_decode_kernel(
     # The values of all heads that share the key head, each padded to BV channels.
     flat = tl.arange(0, HEADS_PADDED * BV)
     in_values = (flat // BV < REPEATS) & (flat % BV < DV)
-    value_of = (k_head * REPEATS + flat // BV) * DV + flat % BV
-    v_at = 2 * K_HEADS * DK + value_of
-
-    q_window = _window(x_ptr, tail_ptr, q_at, in_keys, CHANNELS, TAPS, ROWS)
-    k_window = _window(x_ptr, tail_ptr, k_at, in_keys, CHANNELS, TAPS, ROWS)
-    v_window = _window(x_ptr, tail_ptr, v_at, in_values, CHANNELS, TAPS, ROWS)
-    q = _convolve(q_window, taps_ptr, q_at, in_keys, CHANNELS, TAPS, ROWS)
-    k = _convolve(k_window, taps_ptr, k_at, in_keys, CHANNELS, TAPS, ROWS)
-    v = _convolve(v_window, taps_ptr, v_at, in_values, CHANNELS, TAPS, ROWS)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (DK**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    qk = tl.sum(q * k, 0)
-
+    v_at = 2 * K_HEADS * DK + (first_head + flat // BV) * DV + flat % BV
     repeat = tl.arange(0, HEADS_PADDED)
     is_head = repeat < REPEATS
-    heads = k_head * REPEATS + repeat
-    beta = tl.sigmoid(tl.load(beta_ptr + row * beta_stride + heads, mask=is_head, other=0.0).to(tl.float32))
-    rate = tl.exp(tl.load(a_log_ptr + heads, mask=is_head, other=0.0))
+    heads = first_head + repeat
+    values = tl.arange(0, BV)[None, :]
+    out_held = is_head[:, None] & (values < DV)
+    out_at = heads[:, None] * DV + values
+
+    # All that is read but the state's later tiles, before anything waits for any of it.
+    k_inputs, k_taps = _load_inputs(x_ptr, tail_ptr, taps_ptr, k_at, in_keys, CHANNELS, TAPS)
+    q_inputs, q_taps = _load_inputs(x_ptr, tail_ptr, taps_ptr, q_at, in_keys, CHANNELS, TAPS)
+    v_inputs, v_taps = _load_inputs(x_ptr, tail_ptr, taps_ptr, v_at, in_values, CHANNELS, TAPS)
+    beta = tl.load(beta_ptr + row * beta_stride + heads, mask=is_head, other=0.0)
+    a_log = tl.load(a_log_ptr + heads, mask=is_head, other=0.0)
     if DECAY == 0:
-        f = tl.load(decay_ptr + row * decay_stride + heads, mask=is_head, other=0.0).to(tl.float32)
-        raised = f + tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0)
-        keep = tl.exp(tl.maximum(-rate * softplus(raised), LEAST))
+        f = tl.load(decay_ptr + row * decay_stride + heads, mask=is_head, other=0.0)
+        bias = tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0)
     else:  # one head
-        f = tl.load(decay_ptr + row * decay_stride + k_head * DK + keys, mask=in_keys, other=0.0).to(tl.float32)
-        raised = f + tl.load(dt_bias_ptr + k_head * DK + keys, mask=in_keys, other=0.0)
-        if DECAY == 1:
-            log_decay = -tl.sum(rate, 0) * softplus(raised)
-        else:
-            log_decay = lower_bound * tl.sigmoid(tl.sum(rate, 0) * raised)
+        f = tl.load(decay_ptr + row * decay_stride + k_head * DK + keys, mask=in_keys, other=0.0)
+        bias = tl.load(dt_bias_ptr + k_head * DK + keys, mask=in_keys, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + out_at, mask=out_held, other=0.0)
+    norm = tl.load(norm_ptr + values, mask=values < DV, other=0.0)
+    next_state = _load_state(from_ptr, 0, keys, DK, DV, TILE, TILES)
+
+    k = _convolve(k_inputs, k_taps, TAPS)
+    q = _convolve(q_inputs, q_taps, TAPS)
+    v = _convolve(v_inputs, v_taps, TAPS)
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
+    unit_q = tl.rsqrt(qq + EPS) * (DK**-0.5)
+    unit_k = tl.rsqrt(kk + EPS)
+    q *= unit_q
+    k *= unit_k
+    qk *= unit_q * unit_k
+    tl.debug_barrier()  # threads may hold copies of a value: all have read the old tail before it is written
+    _move_tail(q_inputs, target_ptr, q_at, in_keys, CHANNELS, TAPS)
+    _move_tail(k_inputs, target_ptr, k_at, in_keys, CHANNELS, TAPS)
+    _move_tail(v_inputs, target_ptr, v_at, in_values, CHANNELS, TAPS)
+    beta = tl.sigmoid(beta.to(tl.float32))
+    rate = tl.exp(a_log)
+    raised = f.to(tl.float32) + bias
+    if DECAY == 0:
+        keep = tl.exp(tl.maximum(-rate * softplus(raised), LEAST))
+    else:
+        rate = tl.sum(rate, 0)
+        log_decay = -rate * softplus(raised) if DECAY == 1 else lower_bound * tl.sigmoid(rate * raised)
         keep = tl.exp(tl.maximum(log_decay, LEAST))
 
     v = tl.reshape(v, (HEADS_PADDED * TILES, TILE))
     outs = tl.zeros((HEADS_PADDED * TILES, TILE), tl.float32)
     tiles = tl.arange(0, HEADS_PADDED * TILES)
-    for tile in tl.range(0, REPEATS * TILES, num_stages=STAGES):
+    for tile in range(0, REPEATS * TILES):
+        state = next_state
+        next_state = _load_state(from_ptr, tl.minimum(tile + 1, REPEATS * TILES - 1), keys, DK, DV, TILE, TILES)
         is_tile = (tiles == tile)[:, None]
-        values = (tile % TILES) * TILE + tl.arange(0, TILE)
-        at = (k_head * REPEATS + tile // TILES) * (DK * DV) + keys[:, None] * DV + values[None, :]
-        held = in_keys[:, None] & (values < DV)[None, :]
-        state = tl.load(states_ptr + source * state_stride + at, mask=held, other=0.0)
         if DECAY == 0:
             state *= tl.sum(tl.where(repeat == tile // TILES, keep, 0.0), 0)
         else:
             state *= keep[:, None]
-        delta = tl.sum(tl.where(is_tile, v, 0.0), 0) - tl.sum(k[:, None] * state, 0)
+        k_read, q_read = tl.reduce((k[:, None] * state, q[:, None] * state), 0, _add_pairs)
+        delta = tl.sum(tl.where(is_tile, v, 0.0), 0) - k_read
         delta *= tl.sum(tl.where(repeat == tile // TILES, beta, 0.0), 0)
-        out = tl.sum(q[:, None] * state, 0) + qk * delta
-        tl.store(states_ptr + target * state_stride + at, state + k[:, None] * delta[None, :], mask=held)
+        out = q_read + qk * delta
+        places = (tile % TILES) * TILE + tl.arange(0, TILE)
+        at = (tile // TILES) * (DK * DV) + keys[:, None] * DV + places[None, :]
+        held = in_keys[:, None] & (places < DV)[None, :]
+        tl.store(to_ptr + at, state + k[:, None] * delta[None, :], mask=held)
         outs = tl.where(is_tile, out[None, :], outs)
 
-    tl.debug_barrier()  # threads may hold copies of a value: all have read the old tail before it is written
-    _move_tail(q_window, target_ptr, q_at, in_keys, CHANNELS, TAPS, ROWS)
-    _move_tail(k_window, target_ptr, k_at, in_keys, CHANNELS, TAPS, ROWS)
-    _move_tail(v_window, target_ptr, v_at, in_values, CHANNELS, TAPS, ROWS)
-
-    values = tl.arange(0, BV)[None, :]
-    held = is_head[:, None] & (values < DV)
-    at = heads[:, None] * DV + values
     outs = tl.reshape(outs, (HEADS_PADDED, BV))
     outs *= tl.rsqrt(tl.sum(outs * outs, 1) / DV + norm_eps)[:, None]
-    gate = tl.load(gate_ptr + row * gate_stride + at, mask=held, other=0.0).to(tl.float32)
+    gate = gate.to(tl.float32)
     shut = tl.sigmoid(gate)
     if not SIGMOID:
         shut *= gate
-    outs *= tl.load(norm_ptr + values, mask=values < DV, other=0.0) * shut
-    tl.store(out_ptr + row * (HEADS * DV) + at, outs.to(out_ptr.dtype.element_ty), mask=held)
+    outs *= norm * shut
+    tl.store(out_ptr + row * (HEADS * DV) + out_at, outs.to(out_ptr.dtype.element_ty), mask=out_held)
 
 
 def delta_decode(
@@ -216,7 +252,7 @@ def delta_decode(
     out = torch.empty((num_rows, heads * dv), dtype=rows.mixed.dtype, device=rows.mixed.device)
     if num_rows == 0:
         return out
-    tiles = tiles or DeltaDecodeTiles(values=32, num_warps=4, num_stages=3)
+    tiles = tiles or (CHANNEL_TILES if mixer.per_channel else HEAD_TILES)
     _delta_decode_kernel[(k_heads, num_rows)](
         rows.mixed,
         rows.gate,
@@ -246,14 +282,12 @@ def delta_decode(
         BK=triton.next_power_of_2(dk),
         BV=triton.next_power_of_2(dv),
         TAPS=taps,
-        ROWS=triton.next_power_of_2(taps),
         DECAY=mixer.decay.value,
         SIGMOID=mixer.gate is OutputGate.SIGMOID,
         LEAST=MIN_LOG_DECAY,
         EPS=UNIT_EPS,
         HEADS_PADDED=triton.next_power_of_2(heads // k_heads),
         TILE=min(tiles.values, triton.next_power_of_2(dv)),
-        STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
     return out

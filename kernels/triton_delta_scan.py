@@ -56,7 +56,6 @@ class ScanTiles:
     values: int  # value channels of a program: 64 is what one group of four warps multiplies
     num_warps: int
     num_stages: int
-    pieces: int = 4  # of a long sequence: terms of one are worked out beside the scan of the one before
 
 
 SCAN_TILES = ScanTiles(values=64, num_warps=4, num_stages=3)

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportPrivateImportUsage=false
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.mamba2 import mamba2_chunk as mamba2_chunk_in_torch
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_causal_conv import causal_conv_chunk, causal_conv_step
-from kernels.triton_delta_chunk import TERMS_TILES, TermsTiles, delta_chunk
+from kernels.triton_delta_chunk import PIECES, delta_chunk
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_delta_scan import SCAN_TILES, ScanTiles
 from kernels.triton_mamba2 import mamba2_chunk, mamba2_step
 from ops.bench.kernels_timing import DEVICE, Row, Run, Way, relative_error, seeded
 
@@ -165,7 +164,7 @@ def _delta_decode_row(name: str, mixer: Mixer, num_rows: int) -> Row:
             x = _as_delta(inputs)
             return lambda: delta_decode(x.rows, x.mixer, x.slots, tiles=tiles)
 
-        return Way("ours" if tiles is None else f"v{tiles.values} w{tiles.num_warps} s{tiles.num_stages}", make)
+        return Way("ours" if tiles is None else f"v{tiles.values} w{tiles.num_warps}", make)
 
     def by_torch(inputs: object) -> Run:
         x = _as_delta(inputs)
@@ -204,8 +203,7 @@ def _delta_decode_row(name: str, mixer: Mixer, num_rows: int) -> Row:
     peers = [Way("torch, recurrence alone", by_torch, is_peer=True, exact=False)]
     if fused_recurrent_gated_delta_rule is not None and not mixer.per_channel:
         peers.append(Way("fla, recurrence alone", by_fla, is_peer=True, exact=False))
-    cuts = [(16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 2), (64, 8, 3)]
-    cuts += [(128, 8, 1), (128, 8, 2), (128, 16, 2)]
+    cuts = [(values, num_warps) for values in (16, 32, 64, 128) for num_warps in (4, 8)]
     return Row(
         name,
         lambda seed: _make_delta(mixer, num_rows, num_rows, seed),
@@ -222,14 +220,12 @@ def _delta_chunk_row(name: str, mixer: Mixer, num_rows: int, paper_floor_us: flo
     # Products of a row and a head: two with the keys (C wide), the state's three, and two within the inner chunk.
     flops = 2.0 * num_rows * mixer.heads * (2 * 64 * DIM + 3 * DIM * DIM + 2 * 64 * DIM)
 
-    def ours(tiles: ScanTiles, terms: TermsTiles) -> Way:
+    def ours(pieces: int, title: str) -> Way:
         def make(inputs: object) -> Run:
             x = _as_delta(inputs)
-            return lambda: delta_chunk(x.rows, x.mixer, x.slots, tiles=tiles, terms_tiles=terms)
+            return lambda: delta_chunk(x.rows, x.mixer, x.slots, pieces=pieces)
 
-        cut = f"v{tiles.values} w{tiles.num_warps} s{tiles.num_stages} p{tiles.pieces}"
-        width, warps = (f"k{terms.keys} ", terms.channel_warps) if mixer.per_channel else ("", terms.head_warps)
-        return Way(f"{cut} terms {width}w{warps}", make)
+        return Way(title, make)
 
     def in_torch(x: DeltaInputs) -> torch.Tensor:
         form = kda_chunk if mixer.per_channel else gated_delta_chunk
@@ -260,23 +256,12 @@ def _delta_chunk_row(name: str, mixer: Mixer, num_rows: int, paper_floor_us: flo
     peers = [Way("torch", by_torch, is_peer=True, capture=False, exact=False)]
     if chunk_kda is not None:
         peers.append(Way("fla", by_fla, is_peer=True))
-    scans = [
-        ScanTiles(64, 4, 3, 1),
-        ScanTiles(64, 4, 3, 2),
-        ScanTiles(64, 4, 3, 8),
-        ScanTiles(64, 4, 2),
-        ScanTiles(64, 4, 2, 1),
-    ]
-    scans += [] if mixer.per_channel else [ScanTiles(64, 4, 4), ScanTiles(32, 4, 3), ScanTiles(32, 4, 4)]
-    cuts = [(4, 16), (8, 32), (8, 64)] if mixer.per_channel else [(8, 32)]
-    sweep = [ours(scan, TERMS_TILES) for scan in scans]
-    sweep += [ours(SCAN_TILES, TermsTiles(warps, warps, keys)) for warps, keys in cuts]
     return Row(
         name,
         lambda seed: _make_delta(mixer, num_rows, 1, seed),
         2.0 * num_rows * (mixer.channels + mixer.decay_width),
-        [replace(ours(SCAN_TILES, TERMS_TILES), name="ours"), *peers],
-        sweep,
+        [ours(PIECES, "ours"), *peers],
+        [ours(pieces, f"p{pieces}") for pieces in (1, 2, 3, 8)],
         read_bytes=2.0 * num_rows * (mixer.channels + mixer.decay_width),
         written_bytes=2.0 * num_rows * mixer.heads * DIM,
         flops=flops,

@@ -1,14 +1,12 @@
 """GDN and KDA over chunks: against the recurrence in float64, at any length and strength of decay."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_chunk_reference
 from kernels.delta_rule import INNER
 from kernels.triton_delta_chunk import delta_chunk
-from kernels.triton_delta_scan import SCAN_TILES, ScanTiles
+from kernels.triton_delta_scan import ScanTiles
 from tests.kernels.gpu.fractions import some
 from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
@@ -116,9 +114,10 @@ def test_no_rows_move_the_state_as_it_is():
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are of a card")
 @pytest.mark.parametrize("decay", [HEAD, BOUNDED])
-def test_pieces_beside_each_other_change_no_byte(decay):
-    rows, mixer, slots = make(40 * INNER + 7, 2, 2, 64, 64, decay, seed=7)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pieces_beside_each_other_change_no_byte(decay, dim):
+    rows, mixer, slots = make(140 * INNER + 7, 2, 2, dim, dim, decay, seed=7)
     again = copy_of(slots)
-    whole = delta_chunk(rows, mixer, slots, tiles=replace(SCAN_TILES, pieces=1))
-    assert same_bytes(delta_chunk(rows, mixer, again, tiles=replace(SCAN_TILES, pieces=2)), whole)
+    whole = delta_chunk(rows, mixer, slots, pieces=1)
+    assert same_bytes(delta_chunk(rows, mixer, again, pieces=2), whole)
     assert same_bytes(slots.states, again.states)

@@ -14,7 +14,7 @@ from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same
 
 TAPS = 4
 SHAPES = [(2, 4, 16, 32), (1, 3, 12, 20)] if INTERPRETED else [(16, 32, 128, 128), (2, 4, 64, 64), (1, 3, 12, 20)]
-STEPS = [*(partial(delta_decode, tiles=DeltaDecodeTiles(*t)) for t in ((16, 4, 2), (128, 8, 1))), delta_few]
+STEPS = [delta_few, delta_decode, *(partial(delta_decode, tiles=DeltaDecodeTiles(*t)) for t in ((16, 4), (128, 8)))]
 
 
 def make(num_rows, k_heads, heads, dk, dv, decay=DecayKind.HEAD_SOFTPLUS, gate=OutputGate.SILU, seed=0):

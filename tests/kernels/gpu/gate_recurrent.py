@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from kernels.causal_conv import ConvWeights
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, split_heads
+from kernels.delta_rule import INNER
+from kernels.gluon_delta_scan import grouped_scan, is_available
+from kernels.gluon_delta_terms import fill_channel_terms, fill_head_terms
 from kernels.hyper_connections import HyperRule, HyperWeights
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.moe import Activation, ActivationKind, SigmoidRule
@@ -13,6 +16,7 @@ from kernels.sampling_rows import SamplingRows
 from kernels.triton_causal_conv import causal_conv_chunk, causal_conv_step
 from kernels.triton_delta_chunk import delta_chunk
 from kernels.triton_delta_decode import delta_decode
+from kernels.triton_delta_scan import DeltaTerms
 from kernels.triton_hyper_connections import inject, mix_streams
 from kernels.triton_mamba2 import mamba2_chunk, mamba2_step
 from kernels.triton_moe import grouped_experts
@@ -56,7 +60,7 @@ def test_delta_decode(decay, gate, k_heads, heads):
     rows, mixer, sizes = mixer_of(decay, gate, k_heads, heads, 2)
     with machine_code() as code:
         delta_decode(rows, mixer, slots_of(2, *sizes))
-    assert code.of("_delta_decode_kernel").instructions["LDGSTS"], "pieces of state are copied while others are used"
+    assert code.of("_delta_decode_kernel").instructions["LDG"] >= 48, "a tile of state and all else come at once"
 
 
 @pytest.mark.parametrize(("decay", "gate", "k_heads", "heads"), some(MIXERS, 1))
@@ -72,6 +76,28 @@ def test_delta_chunk(decay, gate, k_heads, heads):
     assert scan.stack_bytes == 0
     assert not scan.instructions["HMMA"]
     assert scan.instructions["UTMALDG"], "tiles come by the copy engine"
+
+
+@pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
+@pytest.mark.parametrize(("decay", "gate", "k_heads", "heads"), MIXERS[:2])
+def test_grouped_delta_chunk(decay, gate, k_heads, heads):
+    rows, mixer, sizes = mixer_of(decay, gate, k_heads, heads, 200)
+    q, k, v = split_heads(rows.mixed, sizes[1])
+    keep = torch.empty((4, heads, DIM) if mixer.per_channel else (4, heads, 4, INNER))
+    made = bf16(3, 200, heads, DIM) if mixer.per_channel else (q, k, k)
+    terms = DeltaTerms(bf16(4, heads, INNER, INNER), bf16(4, heads, INNER, INNER), keep, *made)
+    # With a decay a channel a thread has a whole strip of q or of k beside its decays, which is all but what fits.
+    with machine_code(160 if mixer.per_channel else 0) as code:
+        (fill_channel_terms if mixer.per_channel else fill_head_terms)(rows, mixer, (q, k), terms)
+    for kernel in code.kernels:
+        assert kernel.instructions["HGMMA"]
+        assert kernel.instructions["UTMASTG"], "squares leave by the copy engine"
+    with machine_code() as code:
+        grouped_scan(terms, v, torch.empty_like(v, memory_format=torch.contiguous_format), slots_of(1, *sizes))
+    scan = code.of("_grouped_scan_kernel")
+    assert scan.instructions["HGMMA"] == 32, "no product is done twice, and none by parts"
+    assert scan.instructions["UTMALDG"]
+    assert scan.instructions["LDSM"], "v is transposed on its way"
 
 
 def test_mamba2():
