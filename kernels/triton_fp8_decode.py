@@ -51,10 +51,8 @@ def attend_fp8_splits_kernel(
     k_ptr,  # [num_blocks, PAGE, NUM_KV_HEADS, HEAD_DIM // 2] int16
     v_ptr,  # as k
     tables_ptr,
-    num_keys_ptr,
-    row_seqs_ptr,
     first_ptr,
-    item_rows_ptr,
+    items_ptr,
     outs_ptr,  # [most_items, NUM_KV_HEADS * GROUP, HEAD_DIM] float32
     lses_ptr,  # [most_items, NUM_KV_HEADS * GROUP] float32
     num_rows,
@@ -69,7 +67,6 @@ def attend_fp8_splits_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM // 2, padded to a power of two
@@ -83,10 +80,10 @@ def attend_fp8_splits_kernel(
     for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
         head = work % NUM_KV_HEADS
-        row = tl.load(item_rows_ptr + item)
-        begin = (item - tl.load(first_ptr + row)) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(num_keys_ptr + row))
-        table_ptr = tables_ptr + tl.load(row_seqs_ptr + row).to(tl.int64) * table_stride
+        row = tl.load(items_ptr + 4 * item)
+        begin = tl.load(items_ptr + 4 * item + 1)
+        end = tl.load(items_ptr + 4 * item + 2)
+        table_ptr = tables_ptr + tl.load(items_ptr + 4 * item + 3).to(tl.int64) * table_stride
         heads = head * GROUP + group
         held = (group < GROUP)[:, None] & inside[None, :]
         q_at = q_ptr + row.to(tl.int64) * q_row_stride + heads[:, None] * q_head_stride + 2 * words[None, :]
@@ -129,6 +126,6 @@ def attend_fp8_splits_kernel(
         out_odd, _ = finish_rows(best, total, acc_odd)
         place = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         to = outs_ptr + place[:, None] * HEAD_DIM + 2 * words[None, :]
-        tl.store(to, out_even * 256.0, mask=held)
-        tl.store(to + 1, out_odd * 256.0, mask=held)
-        tl.store(lses_ptr + place, lse, mask=group < GROUP)
+        tl.store(to, out_even * 256.0, mask=held, eviction_policy="evict_last")
+        tl.store(to + 1, out_odd * 256.0, mask=held, eviction_policy="evict_last")
+        tl.store(lses_ptr + place, lse, mask=group < GROUP, eviction_policy="evict_last")

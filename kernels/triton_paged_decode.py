@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
 
 FP8 = torch.float8_e4m3fn
 MOST_ROWS = 4096  # of a plan: one program sums their splits
-NUM_MULTIPROCESSORS = 132  # of the card that the tiles were measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class DecodePlan:
     first_items: torch.Tensor  # [num_rows + 1] int32: the first item of each row, an item a split; last, how many
     num_items: torch.Tensor  # [num_rows] int32: of each row; -1: there is no room for them
     item_rows: torch.Tensor  # [most_items] int32
+    items: torch.Tensor  # [most_items, 4] int32: row, first key, key after the last, sequence
     split: int
 
     @property
@@ -82,9 +83,11 @@ def num_splits(num_keys: int, split: int) -> int:
 @triton.jit(do_not_specialize=["num_rows", "most_items", "capacity"])
 def _plan_kernel(
     num_keys_ptr,
+    row_seqs_ptr,
     first_ptr,
     num_items_ptr,
     item_rows_ptr,
+    items_ptr,
     num_rows,
     most_items,
     capacity,
@@ -104,8 +107,17 @@ def _plan_kernel(
         tl.store(first_ptr + num_rows, tl.minimum(last, most_items))
     steps = tl.arange(0, 128)
     last = tl.minimum(last, most_items)
-    for item in range(first, last, 128):
-        tl.store(item_rows_ptr + item + steps, row, mask=item + steps < last)
+    num_keys = tl.load(num_keys_ptr + row)
+    seq = tl.load(row_seqs_ptr + row)
+    for start in range(first, last, 128):
+        item = start + steps
+        inside = item < last
+        begin = (item - first) * SPLIT
+        tl.store(item_rows_ptr + item, row, mask=inside)
+        tl.store(items_ptr + 4 * item, row, mask=inside)
+        tl.store(items_ptr + 4 * item + 1, begin, mask=inside)
+        tl.store(items_ptr + 4 * item + 2, tl.minimum(begin + SPLIT, num_keys), mask=inside)
+        tl.store(items_ptr + 4 * item + 3, seq, mask=inside)
 
 
 def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: int) -> DecodePlan:
@@ -125,18 +137,21 @@ def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: in
     first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
     num_items = torch.empty(num_rows, dtype=torch.int32, device=device)
     item_rows = torch.empty(most_items, dtype=torch.int32, device=device)
+    items = torch.empty((most_items, 4), dtype=torch.int32, device=device)
     _plan_kernel[(num_rows,)](
         rows.num_keys,
+        rows.row_seqs,
         first_items,
         num_items,
         item_rows,
+        items,
         num_rows,
         most_items,
         rows.block_tables.shape[1] * block_size,
         SPLIT=split,
         ROWS=triton.next_power_of_2(num_rows),
     )
-    return DecodePlan(rows, first_items, num_items, item_rows, split)
+    return DecodePlan(rows, first_items, num_items, item_rows, items, split)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -145,10 +160,8 @@ def _attend_splits_kernel(
     k_ptr,  # [num_blocks, PAGE, NUM_KV_HEADS, HEAD_DIM]
     v_ptr,  # as k
     tables_ptr,
-    num_keys_ptr,
-    row_seqs_ptr,
     first_ptr,
-    item_rows_ptr,
+    items_ptr,
     outs_ptr,  # [most_items, NUM_KV_HEADS * GROUP, HEAD_DIM] float32
     lses_ptr,  # [most_items, NUM_KV_HEADS * GROUP] float32
     num_rows,
@@ -163,7 +176,6 @@ def _attend_splits_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
@@ -177,10 +189,10 @@ def _attend_splits_kernel(
     for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
         head = work % NUM_KV_HEADS
-        row = tl.load(item_rows_ptr + item)
-        begin = (item - tl.load(first_ptr + row)) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(num_keys_ptr + row))
-        table_ptr = tables_ptr + tl.load(row_seqs_ptr + row).to(tl.int64) * table_stride
+        row = tl.load(items_ptr + 4 * item)
+        begin = tl.load(items_ptr + 4 * item + 1)
+        end = tl.load(items_ptr + 4 * item + 2)
+        table_ptr = tables_ptr + tl.load(items_ptr + 4 * item + 3).to(tl.int64) * table_stride
         heads = head * GROUP + group
         held = (group < GROUP)[:, None] & inside[None, :]
         q_at = row.to(tl.int64) * q_row_stride + heads[:, None] * q_head_stride + channels[None, :]
@@ -204,8 +216,10 @@ def _attend_splits_kernel(
             best, total, acc = fold_tile(scores, v, scale, best, total, acc)
         out, lse = finish_rows(best, total, acc)
         place = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(outs_ptr + place[:, None] * HEAD_DIM + channels[None, :], out, mask=held)
-        tl.store(lses_ptr + place, lse, mask=group < GROUP)
+        at = place[:, None] * HEAD_DIM + channels[None, :]
+        # The merge reads these next: they outlast the keys in the cache.
+        tl.store(outs_ptr + at, out, mask=held, eviction_policy="evict_last")
+        tl.store(lses_ptr + place, lse, mask=group < GROUP, eviction_policy="evict_last")
 
 
 def paged_decode(
@@ -227,19 +241,14 @@ def paged_decode(
         plan: of this batch, with the split of `tiles`.
         scale: positive factor of the scores; the keys' own scale, where fp8 has one, inside.
         v_scale: factor of the values.
-        tiles: how to cut the work; default: what was fastest.
+        tiles: how to cut the work; default: what was fastest, fp8 by groups of warps where the card is fit for that.
 
     Returns:
         [num_rows, num_heads, head_dim] bfloat16.
     """
     num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_plane.shape[1:3]
-    is_fp8 = k_plane.dtype == FP8
-    tiles = tiles or decode_tiles(head_dim, plan.most_items * num_kv_heads, is_fp8=is_fp8)
+    num_kv_heads = k_plane.shape[2]
     assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
-    assert plan.split == tiles.split, "the plan has other splits"
-    assert tiles.split % tiles.keys == 0
-    assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
     assert scale > 0
     assert q.dtype == torch.bfloat16
     assert q.stride(2) == 1
@@ -250,8 +259,36 @@ def paged_decode(
     assert k_plane.shape[3] == head_dim
     assert k_plane.stride(3) == 1
     assert num_heads % num_kv_heads == 0, "query heads are a multiple of key heads"
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     outs = torch.empty((plan.most_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty((plan.most_items, num_heads), dtype=torch.float32, device=q.device)
+    if tiles is None and is_fit(q, k_plane):
+        splits = Splits(plan.rows.block_tables, plan.first_items, plan.items, outs, lses)
+        attend_splits(q, k_plane, v_plane, splits, scale)
+    else:
+        tiles = tiles or decode_tiles(head_dim, plan.most_items * num_kv_heads, is_fp8=k_plane.dtype == FP8)
+        _attend_by_tiles(q, k_plane, v_plane, plan, (outs, lses), scale, tiles)
+    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale)
+    return out
+
+
+def _attend_by_tiles(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    plan: DecodePlan,
+    results: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    tiles: DecodeTiles,
+) -> None:
+    """Any head width and any block size, on any card."""
+    outs, lses = results
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_plane.shape[1:3]
+    assert plan.split == tiles.split, "the plan has other splits"
+    assert tiles.split % tiles.keys == 0
+    assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
+    is_fp8 = k_plane.dtype == FP8
     group = num_heads // num_kv_heads
     kernel = attend_fp8_splits_kernel if is_fp8 else _attend_splits_kernel
     width = max(16, triton.next_power_of_2(head_dim))
@@ -267,10 +304,8 @@ def paged_decode(
         k_plane,
         v_plane,
         plan.rows.block_tables,
-        plan.rows.num_keys,
-        plan.rows.row_seqs,
         plan.first_items,
-        plan.item_rows,
+        plan.items,
         outs,
         lses,
         num_rows,
@@ -285,7 +320,6 @@ def paged_decode(
         GROUP=group,
         HEAD_DIM=head_dim,
         PAGE=block_size,
-        SPLIT=tiles.split,
         KEYS=tiles.keys,
         M=max(16, triton.next_power_of_2(group)),
         WIDTH=width,
@@ -293,6 +327,3 @@ def paged_decode(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale)
-    return out

@@ -2,12 +2,13 @@
 
 One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and the sum of their
 exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group and read
-that alone; filtered rows take the groups whose largest value reaches the wanted rank as candidates, sort those few
-exactly, and draw. Where the candidates cannot hold what the filters keep (a flat distribution, or a top-k of many
-hundreds) the row is searched by halving the range of values instead: slower, and as exact.
+that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few tokens are
+sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where the draw
+falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
 
 A row's token follows from its logits, its filters and its number alone. Sums of probabilities are float64 of float32
-exponentials, so that a token can differ from the reference's only where the number falls within rounding of a border.
+exponentials, but for those by which a search narrows its range down, so that a token can differ from the reference's
+only where the number falls within rounding of a border.
 Typical-p is not here: rows that ask for it take the reference.
 """
 
@@ -23,18 +24,20 @@ import triton
 import triton.language as tl
 
 from kernels.sampling_rows import SamplingRows
+from kernels.triton_chain import chained, follow
+from kernels.triton_token_search import draw_by_search, ordered_key, value_of
 
 MOST_GROUPS = 4096  # of a row, so that one program holds them
-PASS = 2048  # logits that a program reads at once
+PASS = 2048  # logits of a program that sums up groups
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTiles:
     """How a launch is cut. No token depends on it."""
 
-    candidates: int = 1024  # that are sorted at most, a power of two
-    head: int = 256  # candidates wanted where top-k does not say
-    num_warps: int = 16
+    sorted: int = 512  # candidates at most, a power of two; more are searched
+    width: int = 2048  # logits that a program reads at once
+    num_warps: int = 8
 
 
 SAMPLING_TILES = SamplingTiles()
@@ -51,7 +54,9 @@ def _groups_kernel(
     num_groups,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # of a program
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -65,120 +70,6 @@ def _groups_kernel(
     at = row * num_groups + groups
     tl.store(best_ptr + at, best, mask=groups < num_groups)
     tl.store(total_ptr + at, total, mask=groups < num_groups)
-
-
-@triton.jit
-def _ordered(x):
-    """float32 to int32 that order alike; -0 and 0 are equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of an `_ordered` key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _above(logits_ptr, vocab_size, key, most, scale, WIDTH: tl.constexpr):
-    """How many tokens lie above `key` and on it, and the probability mass above, relative to the largest value's."""
-    steps = tl.arange(0, WIDTH)
-    above = tl.zeros((WIDTH,), tl.int32)
-    equal = tl.zeros((WIDTH,), tl.int32)
-    mass = tl.zeros((WIDTH,), tl.float64)
-    # One program goes over all of a row, dozens of times: without loads ahead it would wait for each of them.
-    for start in tl.range(0, vocab_size, WIDTH, num_stages=4):
-        x = tl.load(logits_ptr + start + steps, mask=start + steps < vocab_size, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))
-        keys = _ordered(x)
-        inside = start + steps < vocab_size
-        above += ((keys > key) & inside).to(tl.int32)
-        equal += ((keys == key) & inside).to(tl.int32)
-        mass += tl.where(keys > key, tl.exp((x - most) * scale), 0.0).to(tl.float64)
-    return tl.sum(above, 0), tl.sum(equal, 0), tl.sum(mass, 0)
-
-
-@triton.jit
-def _search(logits_ptr, vocab_size, most, scale, rank, mass, WIDTH: tl.constexpr):
-    """The largest key of which all tokens on it or above number at least `rank` and hold more than `mass`.
-
-    Keys between are halved; the count and the mass of all tokens reach what is asked for, or the lowest key is given.
-    """
-    low = _ordered(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
-    high = _ordered(most).to(tl.int64)
-    while low < high:
-        # The tokens above middle - 1 are those on middle or above.
-        middle = low + (high - low + 1) // 2
-        above, _, held = _above(logits_ptr, vocab_size, (middle - 1).to(tl.int32), most, scale, WIDTH)
-        reached = (above >= rank) & (held > mass)
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _nth_equal(logits_ptr, vocab_size, key, n, WIDTH: tl.constexpr):
-    """The id of the n-th token (from 0) whose value is `key`, by rising id; the last one where there are fewer."""
-    steps = tl.arange(0, WIDTH)
-    found = tl.full((), 0, tl.int32)
-    passed = tl.full((), 0, tl.int32)
-    for start in range(0, vocab_size, WIDTH):
-        inside = start + steps < vocab_size
-        x = tl.load(logits_ptr + start + steps, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))
-        equal = ((_ordered(x) == key) & inside).to(tl.int32)
-        rank = passed + tl.cumsum(equal, 0) - 1
-        found = tl.maximum(found, tl.max(tl.where((equal > 0) & (rank <= n), start + steps, 0), 0))
-        passed += tl.sum(equal, 0)
-    return found
-
-
-@triton.jit
-def _draw_by_search(logits_ptr, vocab_size, most, scale, top_k, top_p, min_p, number, WIDTH: tl.constexpr):
-    """Top-k, top-p, min-p and the draw, each by halving the range of values."""
-    limited = (top_k > 0) & (top_k < vocab_size)
-    key = _ordered(tl.full((), float("-inf"), tl.float32))
-    kept_equal = tl.full((), 1 << 30, tl.int32)  # of the tokens on `key`, how many are kept
-    if limited:
-        key = _search(logits_ptr, vocab_size, most, scale, top_k, -1.0, WIDTH)
-        above, _, _ = _above(logits_ptr, vocab_size, key, most, scale, WIDTH)
-        kept_equal = top_k - above
-    above, equal, mass = _above(logits_ptr, vocab_size, key, most, scale, WIDTH)
-    share = tl.exp((_value(key) - most) * scale).to(tl.float64)
-    kept = mass + tl.minimum(kept_equal, equal).to(tl.float64) * share
-    if top_p < 1.0:
-        wanted = top_p * kept
-        # A token stays while the mass before it is below what is wanted.
-        p_key = _search(logits_ptr, vocab_size, most, scale, 1, wanted * (1.0 - 1e-15), WIDTH)
-        if p_key >= key:
-            above, equal, mass = _above(logits_ptr, vocab_size, p_key, most, scale, WIDTH)
-            share = tl.exp((_value(p_key) - most) * scale).to(tl.float64)
-            needed = tl.ceil((wanted - mass) / tl.maximum(share, 1e-300)).to(tl.int32)
-            most_equal = tl.where(p_key == key, tl.minimum(kept_equal, equal), equal)
-            kept_equal = tl.minimum(tl.maximum(needed, 1), most_equal)
-            key = p_key
-            kept = mass + kept_equal.to(tl.float64) * share
-    if min_p > 0.0:
-        # The first key whose share is too small; all above stay.
-        low = key.to(tl.int64) - 1
-        high = _ordered(most).to(tl.int64)
-        while low < high:
-            middle = low + (high - low + 1) // 2
-            small = tl.exp((_value(middle.to(tl.int32)) - most) * scale).to(tl.float64) < min_p
-            low = tl.where(small, middle, low)
-            high = tl.where(small, high, middle - 1)
-        if low >= key:
-            key = low.to(tl.int32)
-            kept_equal = tl.full((), 0, tl.int32)
-            _, _, kept = _above(logits_ptr, vocab_size, key, most, scale, WIDTH)
-    target = number * kept
-    drawn = _search(logits_ptr, vocab_size, most, scale, 1, target, WIDTH)
-    above, equal, mass = _above(logits_ptr, vocab_size, drawn, most, scale, WIDTH)
-    share = tl.exp((_value(drawn) - most) * scale).to(tl.float64)
-    n = ((target - mass) / tl.maximum(share, 1e-300)).to(tl.int32)
-    last = tl.where(drawn == key, tl.minimum(kept_equal, equal), equal) - 1
-    return _nth_equal(logits_ptr, vocab_size, drawn, tl.maximum(tl.minimum(n, last), 0), WIDTH)
 
 
 @triton.jit
@@ -210,53 +101,93 @@ def _draw_in_order(
 
 
 @triton.jit
-def _collect(
+def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p):
+    """A key that no kept token is below.
+
+    With top-k, that many groups have a largest value at least so high. Without it, all tokens below it together hold no
+    more than top-p leaves out, were each as large as the key; and min-p has a floor of its own.
+    """
+    lowest = ordered_key(tl.full((), -3.0e38, tl.float32))
+    floor = tl.full((), float("-inf"), tl.float32)
+    if (min_p > 0.0) & ((limit >= vocab_size) | (top_p >= 1.0)):
+        floor = most + (tl.log(min_p.to(tl.float32)) - 1e-4) / scale
+    low = tl.maximum(ordered_key(floor), lowest).to(tl.int64)
+    if limit < vocab_size:
+        keys = tl.where(is_group, ordered_key(best), -0x80000000)
+        high = ordered_key(most).to(tl.int64)
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            num_reached = tl.sum((keys >= middle).to(tl.int32), 0)
+            reached = num_reached >= limit
+            low = tl.where(reached, middle, low)
+            # Some more groups than needed do no harm.
+            high = tl.where(reached, tl.where(num_reached <= limit + limit // 4, middle, high), middle - 1)
+    elif top_p < 1.0:
+        share = ((1.0 - top_p) * whole / vocab_size).to(tl.float32)
+        low = tl.maximum(low, ordered_key(most + (tl.log(share) - 1e-4) / scale).to(tl.int64))
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _list_tokens(
     logits_ptr,
-    listed_ptr,
-    keys_ptr,
+    groups_ptr,
+    values_ptr,
+    ids_ptr,
     best,
     groups,
-    num_groups,
-    most,
-    wanted,
+    is_group,
+    least,
     vocab_size,
     GROUP: tl.constexpr,
-    MOST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes as candidates all tokens that reach what `wanted` groups reach; returns their number and the least key."""
-    keys = _ordered(best)
-    is_group = groups < num_groups
-    low = _ordered(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
-    high = _ordered(most).to(tl.int64)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        reached = tl.sum(((keys >= middle.to(tl.int32)) & is_group).to(tl.int32), 0) >= wanted
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
-    least = low.to(tl.int32)
-    listed = ((keys >= least) & is_group).to(tl.int32)
+    """Lists all tokens on the key `least` or above by rising id, and returns their number."""
+    listed = (is_group & (ordered_key(best) >= least)).to(tl.int32)
     num_listed = tl.sum(listed, 0)
-    tl.store(listed_ptr + tl.cumsum(listed, 0) - 1, groups, mask=listed > 0)
+    tl.store(groups_ptr + tl.cumsum(listed, 0) - 1, groups, mask=listed > 0)
     tl.debug_barrier()
     place = tl.arange(0, WIDTH)
     count = tl.full((), 0, tl.int32)
-    for start in range(0, num_listed, WIDTH // GROUP):
+    for start in tl.range(0, num_listed, WIDTH // GROUP, num_stages=3):
         slot = start + place // GROUP
-        group = tl.load(listed_ptr + slot, mask=slot < num_listed, other=0)
+        group = tl.load(groups_ptr + slot, mask=slot < num_listed, other=0)
         ids = group * GROUP + place % GROUP
         inside = (slot < num_listed) & (ids < vocab_size)
         x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
-        key = _ordered(x)
-        taken = inside & (key >= least) & (x > float("-inf"))
+        taken = inside & (ordered_key(x) >= least)
         at = count + tl.cumsum(taken.to(tl.int32), 0) - 1
-        # Sorts by falling value, since ~key falls as key rises, then by rising id.
-        packed = ((~key).to(tl.int64) << 32) | ids.to(tl.int64)
-        tl.store(keys_ptr + at, packed, mask=taken & (at < MOST))
+        tl.store(values_ptr + at, x, mask=taken)
+        tl.store(ids_ptr + at, ids, mask=taken)
         count += tl.sum(taken.to(tl.int32), 0)
     tl.debug_barrier()
-    return count, least
+    return count
+
+
+@triton.jit
+def _draw_by_order(
+    values_ptr, ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number, FEW: tl.constexpr
+):
+    """Top-k, top-p, min-p and the draw from at most FEW listed tokens, which hold all that is kept: by sorting them."""
+    rank = tl.arange(0, FEW)
+    value = tl.load(values_ptr + rank, mask=rank < length, other=float("-inf"))
+    # Sorts by falling value, since ~key falls as key rises, then by rising place in the list.
+    packed = tl.sort(
+        tl.where(rank < length, ((~ordered_key(value)).to(tl.int64) << 32) | rank.to(tl.int64), 0x7FFFFFFFFFFFFFFF)
+    )
+    value = value_of(~((packed >> 32).to(tl.int32)))
+    is_kept = (rank < length) & (rank < limit)
+    share = tl.where(is_kept, tl.exp((value - most) * scale), 0.0).to(tl.float64)
+    before = tl.cumsum(share, 0) - share
+    kept = tl.where(limit < vocab_size, tl.sum(share, 0), whole)
+    share = tl.where(before < tl.where(top_p < 1.0, top_p * kept, float("inf")), share, 0.0)
+    share = tl.where(share >= min_p, share, 0.0)
+    target = number * tl.sum(share, 0)
+    reached = (tl.cumsum(share, 0) > target) & (share > 0)
+    last = tl.max(tl.where(share > 0, rank, 0), 0)
+    chosen = tl.minimum(tl.min(tl.where(reached, rank, FEW), 0), last)
+    return tl.load(ids_ptr + tl.sum(tl.where(rank == chosen, packed & 0xFFFFFFFF, 0), 0))
 
 
 @triton.jit
@@ -269,18 +200,21 @@ def _draw_kernel(
     top_p_ptr,
     min_p_ptr,
     number_ptr,
-    listed_ptr,  # [rows, GROUPS] int32 scratch: the groups that hold candidates
-    keys_ptr,  # [rows, MOST] int64 scratch: candidates
+    groups_ptr,  # [rows, GROUPS] int32 scratch: the groups that hold candidates
+    values_ptr,  # [rows, vocab_size] float32 scratch: the candidates
+    ids_ptr,  # [rows, vocab_size] int32 scratch: and their ids
+    few_ptr,  # [rows, SORTED] int32 scratch: keys of those around a border
     tokens_ptr,  # [rows] int64
     row_stride,
     vocab_size,
     num_groups,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # num_groups, padded
-    MOST: tl.constexpr,  # candidates
-    HEAD_LEN: tl.constexpr,
+    SORTED: tl.constexpr,  # candidates that are sorted
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     groups = tl.arange(0, GROUPS)
@@ -294,41 +228,47 @@ def _draw_kernel(
     number = tl.load(number_ptr + row)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     most = tl.max(best, 0)
-    limited = (top_k > 0) & (top_k < vocab_size)
+    limit = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     if (tl.abs(most) == float("inf")) | (temperature == 0.0):
         # Without a token, too, and where one of infinite weight takes all probability.
         token = _draw_greedy(logits_ptr, best, groups, most, vocab_size, GROUP, GROUPS)
-    elif (limited == 0) & (top_p >= 1.0) & (min_p <= 0.0):
+    elif (limit == vocab_size) & (top_p >= 1.0) & (min_p <= 0.0):
         token = _draw_in_order(logits_ptr, best, total, groups, most, scale, number, vocab_size, GROUP, GROUPS)
     else:
-        wanted = tl.where(limited, tl.minimum(top_k, MOST), HEAD_LEN)
-        own_keys_ptr = keys_ptr + row * MOST
-        count, least = _collect(
-            *(logits_ptr, listed_ptr + row * GROUPS, own_keys_ptr, best, groups, num_groups, most, wanted),
-            *(vocab_size, GROUP, MOST, WIDTH),
-        )
-        rank = tl.arange(0, MOST)
-        packed = tl.sort(tl.load(own_keys_ptr + rank, mask=rank < count, other=0x7FFFFFFFFFFFFFFF))
-        value = _value(~((packed >> 32).to(tl.int32)))
-        is_kept = (rank < count) & ((rank < top_k) | (limited == 0))
-        share = tl.where(is_kept, tl.exp((value - most) * scale), 0.0).to(tl.float64)
         mass = tl.where(best == float("-inf"), 0.0, total * tl.exp((best - most) * scale))
-        whole = tl.where(limited, tl.sum(share, 0), tl.sum(mass.to(tl.float64), 0))
-        # Do the candidates hold all that the filters keep?
-        below = tl.exp((_value(least) - most) * scale).to(tl.float64)
-        is_enough = (top_p < 1.0) & (tl.sum(share, 0) >= top_p * whole)
-        holds = tl.where(limited, top_k <= MOST, (below < min_p) | is_enough)
-        if holds & (count <= MOST):
-            end = tl.where(top_p < 1.0, top_p * whole, float("inf"))
-            share = tl.where(tl.cumsum(share, 0) - share < end, share, 0.0)
-            share = tl.where(share >= min_p, share, 0.0)
-            target = number * tl.sum(share, 0)
-            reached = (tl.cumsum(share, 0) > target) & (share > 0)
-            last = tl.max(tl.where(share > 0, rank, 0), 0)
-            chosen = tl.minimum(tl.min(tl.where(reached, rank, MOST), 0), last)
-            token = tl.sum(tl.where(rank == chosen, packed & 0xFFFFFFFF, 0), 0).to(tl.int32)
+        whole = tl.sum(mass.to(tl.float64), 0)
+        least = _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p)
+        own_values_ptr = values_ptr + row * vocab_size
+        own_ids_ptr = ids_ptr + row * vocab_size
+        length = _list_tokens(
+            *(logits_ptr, groups_ptr + row * GROUPS, own_values_ptr, own_ids_ptr, best, groups, is_group, least),
+            *(vocab_size, GROUP, WIDTH),
+        )
+        if length <= SORTED // 4:
+            token = _draw_by_order(
+                own_values_ptr,
+                own_ids_ptr,
+                length,
+                most,
+                scale,
+                vocab_size,
+                whole,
+                limit,
+                top_p,
+                min_p,
+                number,
+                SORTED // 4,
+            )
+        elif length <= SORTED:
+            token = _draw_by_order(
+                *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
+                SORTED,
+            )
         else:
-            token = _draw_by_search(logits_ptr, vocab_size, most, scale, top_k, top_p, min_p, number, WIDTH)
+            token = draw_by_search(
+                *(own_values_ptr, own_ids_ptr, few_ptr + row * SORTED, length, least, most, scale, vocab_size),
+                *(whole, limit, top_p, min_p, number, SORTED, WIDTH),
+            )
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
@@ -348,22 +288,25 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles 
     stats = torch.empty((2, num_rows, num_groups), dtype=torch.float32, device=device)
     groups_padded = triton.next_power_of_2(num_groups)
     listed = torch.empty((num_rows, groups_padded), dtype=torch.int32, device=device)
-    keys = torch.empty((num_rows, tiles.candidates), dtype=torch.int64, device=device)
+    values = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)
+    few = torch.empty((num_rows, tiles.sorted), dtype=torch.int32, device=device)
     groups_each = max(1, PASS // group)
     _groups_kernel[(triton.cdiv(num_groups, groups_each), num_rows)](
         *(logits, rows.temperature, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
         GROUP=group,
         GROUPS=groups_each,
         num_warps=4,
+        **chained(),
     )
     _draw_kernel[(num_rows,)](
         *(logits, stats[0], stats[1], rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.number),
-        *(listed, keys, tokens, logits.stride(0), vocab_size, num_groups),
+        *(listed, values, ids, few, tokens, logits.stride(0), vocab_size, num_groups),
         GROUP=group,
         GROUPS=groups_padded,
-        MOST=tiles.candidates,
-        HEAD_LEN=tiles.head,
-        WIDTH=max(PASS, group),
+        SORTED=tiles.sorted,
+        WIDTH=max(tiles.width, group),
         num_warps=tiles.num_warps,
+        **chained(),
     )
     return tokens

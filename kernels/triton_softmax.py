@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_chain import chained, follow
+
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-MERGE_PARTS = 32  # parts that a merging program takes at once; decides bytes
-MERGE_CHANNELS = 64
+MERGE_PARTS = 16  # parts that a merging program takes at once; decides bytes
+MERGE_CHANNELS = 32  # decides bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,12 @@ def _merge_kernel(
     PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     row = tl.program_id(0)
     head = tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channels < DIM
     if RAGGED:
         first = tl.load(first_ptr + row)
         num_parts = tl.load(num_parts_ptr + row)
@@ -95,30 +98,34 @@ def _merge_kernel(
     last = first + num_parts
     steps = tl.arange(0, PARTS)
     best = tl.full((PARTS,), float("-inf"), tl.float32)
-    for part in range(first, last, PARTS):
-        at = (part + steps).to(tl.int64) * num_heads + head
-        best = tl.maximum(best, tl.load(lses_ptr + at, mask=part + steps < last, other=float("-inf")))
-    top = tl.max(best, 0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
     totals = tl.zeros((PARTS,), tl.float32)
     acc = tl.zeros((PARTS, CHANNELS), tl.float32)
-    for part in range(first, last, PARTS):
+    for part in tl.range(first, last, PARTS, num_stages=4):
+        inside = part + steps < last
         at = (part + steps).to(tl.int64) * num_heads + head
-        lse = tl.load(lses_ptr + at, mask=part + steps < last, other=float("-inf"))
-        shares = tl.math.exp2((lse - pivot) * LOG2E)
+        lse = tl.load(lses_ptr + at, mask=inside, other=float("-inf"))
+        wanted = inside[:, None] & (channels < DIM)[None, :]
+        outs = tl.load(outs_ptr + at[:, None] * DIM + channels[None, :], mask=wanted, other=0.0)
         # A part that saw no key may be unwritten.
-        present = (lse > float("-inf"))[:, None] & inside[None, :]
-        outs = tl.load(outs_ptr + at[:, None] * DIM + channels[None, :], mask=present, other=0.0)
-        acc += shares[:, None] * outs
-        totals += shares
-    total = tl.sum(totals, 0)
-    seen = total > 0
-    out = tl.sum(acc, 0) / tl.where(seen, total, 1.0) * out_scale
-    out = tl.where(num_parts < 0, float("nan"), out)
+        outs = tl.where((lse > float("-inf"))[:, None], outs, 0.0)
+        new_best = tl.maximum(best, lse)
+        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shares = tl.math.exp2((lse - pivot) * LOG2E)
+        keep = tl.math.exp2((best - pivot) * LOG2E)
+        acc = acc * keep[:, None] + shares[:, None] * outs
+        totals = totals * keep + shares
+        best = new_best
+    top = tl.max(best, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.math.exp2((best - pivot) * LOG2E)
+    total = tl.sum(totals * keep, 0)
+    out = tl.sum(acc * keep[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out = tl.where(num_parts < 0, float("nan"), out * out_scale)
     place = row.to(tl.int64) * num_heads + head
-    tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=inside)
+    tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=channels < DIM)
     if WITH_LSE:  # noqa: SIM102 - decided while compiling
         if tl.program_id(2) == 0:
+            seen = total > 0
             lse = tl.where(seen, pivot + tl.math.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
             tl.store(merged_lse_ptr + place, lse)
 
@@ -193,5 +200,6 @@ def _merge(
         PARTS=MERGE_PARTS,
         RAGGED=parts is not None,
         WITH_LSE=out_lse is not None,
-        num_warps=4,
+        num_warps=2,
+        **chained(),
     )

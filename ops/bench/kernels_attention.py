@@ -18,6 +18,7 @@ from kernels.triton_paged_decode import (
     plan_decode,
 )
 from kernels.triton_paged_prefill import ChunkRows, PrefillTiles, paged_prefill, plan_prefill, prefill_tiles
+from ops.bench.kernels_reads import read_way
 from ops.bench.kernels_timing import DEVICE, Row, Run, Way, relative_error, seeded
 
 BLOCK = 64
@@ -120,7 +121,7 @@ def _decode_row(name: str, shape: Shape, lengths: list[int]) -> Row:
         name=f"{name} {shape}",
         make_inputs=lambda seed: make_inputs(shape, lengths, len(lengths), seed),
         input_bytes=tokens * shape.kv_bytes,
-        ways=[Way("ours", lambda x: _decode_run(_as_inputs(x), None)), *peers],
+        ways=[Way("ours", lambda x: _decode_run(_as_inputs(x), None)), *peers, read_way(tokens * shape.kv_bytes)],
         sweep=[_decode_way(tiles) for tiles in sweep],
         read_bytes=tokens * shape.kv_bytes,
         flops=4.0 * tokens * shape.heads * shape.dim if shape.heads > 8 * shape.kv_heads else 0.0,

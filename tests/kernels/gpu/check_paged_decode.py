@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.gluon_fp8_decode import is_fit
 from kernels.triton_paged_decode import DecodeRows, DecodeTiles, num_splits, paged_decode, plan_decode
 from kernels.triton_softmax import merge_partials, merge_reference
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, attend_exactly, make_pages, randn, relative_error
@@ -11,15 +12,18 @@ BLOCK = 16 if INTERPRETED else 64
 SPLIT = 32 if INTERPRETED else 512
 KEYS = 16 if INTERPRETED else 64
 TILES = DecodeTiles(split=SPLIT, keys=KEYS, num_warps=4, num_stages=2)
+WAYS = [TILES] if INTERPRETED else [TILES, None]  # None: groups of warps, where the planes and the card are fit
 RAGGED = [1, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5, BLOCK, BLOCK + 1]
 
 
-def decode(pages, q, lengths, scale, *, tiles=TILES, room=None, row_seqs=None, v_scale=1.0):
+def decode(pages, q, lengths, scale, *, tiles: DecodeTiles | None = TILES, room=None, row_seqs=None, v_scale=1.0):
     num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     seqs = torch.arange(len(lengths), dtype=torch.int32) if row_seqs is None else torch.tensor(row_seqs).int()
+    if tiles is None and not is_fit(q, pages.k_plane):
+        pytest.skip("is attended to by tiles")
     rows = DecodeRows(pages.tables, num_keys, seqs.to(DEVICE))
-    most = sum(num_splits(length, tiles.split) for length in lengths) + 2 if room is None else room
-    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=tiles.split, most_items=most)
+    most = sum(num_splits(length, SPLIT) for length in lengths) + 2 if room is None else room
+    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=SPLIT, most_items=most)
     return paged_decode(q, pages.k_plane, pages.v_plane, plan, scale, v_scale=v_scale, tiles=tiles)
 
 
@@ -29,22 +33,25 @@ def expected_rows(pages, q, lengths, scale):
     )
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 128)] if INTERPRETED else
-    [(4, 2, 64), (9, 3, 80), (32, 8, 128), (6, 1, 128), (16, 2, 192), (16, 2, 256), (40, 1, 96)],
+    [(4, 2, 64), (9, 3, 80), (32, 8, 128), (6, 1, 128), (16, 1, 128), (16, 2, 192), (16, 2, 256), (40, 1, 256)],
 )  # fmt: skip
-def test_ragged_rows_equal_float64(heads, kv_heads, head_dim):
+def test_ragged_rows_equal_float64(heads, kv_heads, head_dim, tiles):
     pages = make_pages(RAGGED, kv_heads, head_dim, block_size=BLOCK, dtype=torch.bfloat16, seed=1)
     q = randn(len(RAGGED), heads, head_dim, seed=2)
-    out = decode(pages, q, RAGGED, head_dim**-0.5)
+    out = decode(pages, q, RAGGED, head_dim**-0.5, tiles=tiles)
     assert relative_error(out, expected_rows(pages, q, RAGGED, head_dim**-0.5)) < 4e-3
 
 
-def test_fp8_planes_equal_float64_of_the_same_values():
-    lengths = [SPLIT + 3, 7]
-    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.float8_e4m3fn, seed=3)
-    q = randn(2, 8, 64, seed=4) * 100  # beyond what float16 would hold times a head's width
-    out = decode(pages, q, lengths, 0.01, v_scale=0.5)
+@pytest.mark.parametrize("tiles", WAYS)
+@pytest.mark.parametrize("head_dim", [64] if INTERPRETED else [64, 128, 256])
+def test_fp8_planes_equal_float64_of_the_same_values(head_dim, tiles):
+    lengths = [SPLIT + 3, 7, 3 * SPLIT + BLOCK]
+    pages = make_pages(lengths, 2, head_dim, block_size=BLOCK, dtype=torch.float8_e4m3fn, seed=3)
+    q = randn(3, 8, head_dim, seed=4) * 100  # beyond what float16 would hold times a head's width
+    out = decode(pages, q, lengths, 0.01, v_scale=0.5, tiles=tiles)
     assert relative_error(out, 0.5 * expected_rows(pages, q, lengths, 0.01)) < 4e-3
 
 
@@ -63,44 +70,63 @@ def test_a_strided_query_is_read_where_it_lies():
     assert torch.equal(out, decode(pages, wide[:, :, 1].contiguous(), lengths, 0.1))
 
 
-def test_batch_block_ids_and_programs_change_no_byte():
+@pytest.mark.parametrize("tiles", WAYS)
+def test_batch_block_ids_and_programs_change_no_byte(tiles):
     lengths = [2 * SPLIT + 3, SPLIT, 9]
     pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9)
     q = randn(3, 4, 64, seed=10)
-    together = decode(pages, q, lengths, 0.1)
-    few = DecodeTiles(SPLIT, KEYS, num_warps=4, num_stages=2, most_programs=3)
+    together = decode(pages, q, lengths, 0.1, tiles=tiles)
+    few = DecodeTiles(SPLIT, KEYS, num_warps=4, num_stages=2, most_programs=3) if tiles else None
     assert torch.equal(together, decode(pages, q, lengths, 0.1, tiles=few, room=40))
     for s, length in enumerate(lengths):
-        assert torch.equal(together[s], decode(pages, q[s : s + 1], [length], 0.1, row_seqs=[s])[0])
+        assert torch.equal(together[s], decode(pages, q[s : s + 1], [length], 0.1, row_seqs=[s], tiles=tiles)[0])
     moved = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9, spare=11)
     assert not torch.equal(moved.tables, pages.tables)
-    assert torch.equal(together, decode(moved, q, lengths, 0.1))
+    assert torch.equal(together, decode(moved, q, lengths, 0.1, tiles=tiles))
 
 
-def test_verification_rows_give_the_bytes_of_decode_steps():
+@pytest.mark.skipif(INTERPRETED, reason="takes too long")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (128, torch.float8_e4m3fn)])
+def test_a_row_of_a_full_card_gives_the_bytes_it_gives_alone(head_dim, dtype):
+    lengths = [3000 + 997 * s for s in range(40)]
+    pages = make_pages(lengths, 8, head_dim, block_size=BLOCK, dtype=dtype, seed=31)
+    q = randn(len(lengths), 32, head_dim, seed=32)
+    together = decode(pages, q, lengths, 0.1, tiles=None)
+    for s in (0, 17, 39):
+        assert torch.equal(
+            together[s], decode(pages, q[s : s + 1], lengths[s : s + 1], 0.1, row_seqs=[s], tiles=None)[0]
+        )
+
+
+@pytest.mark.parametrize("tiles", WAYS)
+def test_verification_rows_give_the_bytes_of_decode_steps(tiles):
     length = SPLIT + 2
     pages = make_pages([length], 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=11)
     q = randn(3, 4, 64, seed=12)
     lengths = [length - 2, length - 1, length]
-    together = decode(pages, q, lengths, 0.1, row_seqs=[0, 0, 0])
+    together = decode(pages, q, lengths, 0.1, row_seqs=[0, 0, 0], tiles=tiles)
     for r, n in enumerate(lengths):
-        assert torch.equal(together[r], decode(pages, q[r : r + 1], [n], 0.1, row_seqs=[0])[0])
+        assert torch.equal(together[r], decode(pages, q[r : r + 1], [n], 0.1, row_seqs=[0], tiles=tiles)[0])
 
 
-def test_a_padding_row_is_zero_and_reads_nothing():
+@pytest.mark.parametrize("tiles", WAYS)
+def test_a_padding_row_is_zero_and_reads_nothing(tiles):
     pages = make_pages([9], 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=13)
     q = randn(2, 2, 64, seed=14)
-    out = decode(pages, q, [9, 0], 0.1, row_seqs=[0, 1 << 20])
+    out = decode(pages, q, [9, 0], 0.1, row_seqs=[0, 1 << 20], tiles=tiles)
+    nothing = decode(pages, q, [0, 0], 0.1, room=3, tiles=tiles)
+    assert torch.equal(nothing, torch.zeros_like(nothing))
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert out[0].isfinite().all()
 
 
-def test_a_row_without_room_is_nan_and_harms_no_row_before_it():
+@pytest.mark.parametrize("tiles", WAYS)
+def test_a_row_without_room_is_nan_and_harms_no_row_before_it(tiles):
     lengths = [SPLIT, 2 * SPLIT]
     pages = make_pages(lengths, 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=15)
     q = randn(2, 2, 64, seed=16)
-    enough = decode(pages, q, lengths, 0.1, room=3)
-    short = decode(pages, q, lengths, 0.1, room=2)
+    enough = decode(pages, q, lengths, 0.1, room=3, tiles=tiles)
+    short = decode(pages, q, lengths, 0.1, room=2, tiles=tiles)
     assert torch.equal(short[0], enough[0])
     assert short[1].isnan().all()
     assert enough.isfinite().all()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.gluon_fp8_decode import Splits, attend_splits
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
 from kernels.triton_mla import mla_decode, sparse_mla_decode
@@ -46,19 +47,41 @@ def decode_plan(split):
             (16, 2, 256, BF16),
             (9, 3, 64, BF16),
             (32, 8, 80, BF16),
+            (9, 3, 64, FP8),
             (32, 8, 128, FP8),
-            (16, 2, 256, FP8),
         ],
         3,
     ),
 )
 def test_paged_decode(heads, kv_heads, head_dim, dtype):
     k, v = (plane(64, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    with machine_code() as code:
+    # Some shapes put a register or two aside.
+    with machine_code(8) as code:
         paged_decode(ids(2, heads, head_dim, dtype=BF16), k, v, decode_plan(1024), head_dim**-0.5)
     kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
     assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
+
+
+@pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (16, 1, 256)], 1))
+def test_float8_decode_by_groups_of_warps(heads, kv_heads, head_dim):
+    k, v = (plane(64, kv_heads, head_dim, dtype=FP8) for _ in range(2))
+    plan = decode_plan(1024)
+    results = torch.empty(300, heads, head_dim), torch.empty(300, heads)
+    with machine_code() as code:
+        attend_splits(
+            ids(2, heads, head_dim, dtype=BF16),
+            k,
+            v,
+            Splits(plan.rows.block_tables, plan.first_items, plan.items, *results),
+            0.1,
+        )
+    kernel = code.of("_attend_splits_kernel")
+    assert kernel.instructions["HGMMA"]
+    assert not kernel.instructions["HMMA"]
+    assert kernel.instructions["UTMALDG"], "whole blocks come by the copy engine"
+    assert kernel.instructions["USETMAXREG"], "the copying group gives its registers to the other"
 
 
 @pytest.mark.parametrize(
@@ -138,4 +161,4 @@ def test_merge():
         merge_partials(
             torch.empty(2, 33, 32, 128), torch.empty(2, 33, 32), ids(2, 32, 128, dtype=BF16), torch.empty(2, 32)
         )
-    assert code.of("_merge_kernel").instructions["LDG"]
+    assert code.of("_merge_kernel").instructions["LDGSTS"], "parts are on their way while others are summed"
