@@ -117,6 +117,7 @@ def _float16(words, HOW: gl.constexpr):
 def _score_block(
     n, q_shared, k_ring, full, empty, KEYS: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr
 ):
+    """Starts the products of one block of keys with the query."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     slot = n % STAGES
     mbarrier.wait(full.index(2 * slot), (n // STAGES) & 1)
@@ -143,6 +144,7 @@ def _weigh_block(
         # Rows past the end may hold anything, NaN too, and a share of zero does not take that away.
         rows = start + gl.arange(0, KEYS, gl.SliceLayout(1, copied))
         v.store(gl.where((rows < end)[:, None], v.load(copied), 0))
+        fence_async_shared()  # before the slot is filled again
     words = v.permute([1, 0]).load(gl.DotOperandLayout(0, mma, 2))
     mbarrier.arrive(empty.index(2 * slot + 1))
     even, odd = _float16(words, APART)

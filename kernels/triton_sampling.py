@@ -28,6 +28,7 @@ from kernels.triton_chain import chained, follow
 from kernels.triton_token_search import draw_by_search, ordered_key, value_of
 
 MOST_GROUPS = 4096  # of a row, so that one program holds them
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite logits
 PASS = 2048  # logits of a program that sums up groups
 
 
@@ -107,7 +108,7 @@ def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min
     With top-k, that many groups have a largest value at least so high. Without it, all tokens below it together hold no
     more than top-p leaves out, were each as large as the key; and min-p has a floor of its own.
     """
-    lowest = ordered_key(tl.full((), -3.0e38, tl.float32))
+    lowest = ordered_key(tl.full((), LOWEST, tl.float32))
     floor = tl.full((), float("-inf"), tl.float32)
     if (min_p > 0.0) & ((limit >= vocab_size) | (top_p >= 1.0)):
         floor = most + (tl.log(min_p.to(tl.float32)) - 1e-4) / scale
@@ -246,17 +247,7 @@ def _draw_kernel(
         )
         if length <= SORTED // 4:
             token = _draw_by_order(
-                own_values_ptr,
-                own_ids_ptr,
-                length,
-                most,
-                scale,
-                vocab_size,
-                whole,
-                limit,
-                top_p,
-                min_p,
-                number,
+                *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
                 SORTED // 4,
             )
         elif length <= SORTED:

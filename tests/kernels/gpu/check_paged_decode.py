@@ -86,16 +86,15 @@ def test_batch_block_ids_and_programs_change_no_byte(tiles):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes too long")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (128, torch.float8_e4m3fn)])
-def test_a_row_of_a_full_card_gives_the_bytes_it_gives_alone(head_dim, dtype):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_row_of_a_full_card_gives_the_bytes_it_gives_alone(head_dim):
     lengths = [3000 + 997 * s for s in range(40)]
-    pages = make_pages(lengths, 8, head_dim, block_size=BLOCK, dtype=dtype, seed=31)
+    pages = make_pages(lengths, 8, head_dim, block_size=BLOCK, dtype=torch.float8_e4m3fn, seed=31)
     q = randn(len(lengths), 32, head_dim, seed=32)
     together = decode(pages, q, lengths, 0.1, tiles=None)
     for s in (0, 17, 39):
-        assert torch.equal(
-            together[s], decode(pages, q[s : s + 1], lengths[s : s + 1], 0.1, row_seqs=[s], tiles=None)[0]
-        )
+        alone = decode(pages, q[s : s + 1], lengths[s : s + 1], 0.1, row_seqs=[s], tiles=None)
+        assert torch.equal(together[s], alone[0])
 
 
 @pytest.mark.parametrize("tiles", WAYS)

@@ -92,6 +92,11 @@ def test_masked_tokens_and_nan_are_never_drawn():
         assert got.tolist() == [1234] * len(filters)
 
 
+def test_logits_as_low_as_they_can_be_are_drawn_from():
+    lowest = torch.full((300,), torch.finfo(torch.float32).min, device=DEVICE)
+    compare(lowest, [Filters(top_k=5)], NUMBERS)
+
+
 def test_a_row_without_any_token_gives_one_that_exists():
     logits = torch.full((len(FILTERS), 300), -torch.inf, device=DEVICE)
     logits[:4] = torch.nan
