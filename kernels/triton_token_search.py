@@ -141,6 +141,18 @@ def _nth_equal(values_ptr, ids_ptr, length, key, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _least_key_from(values_ptr, length, bound, WIDTH: tl.constexpr):
+    """The smallest key of a listed token on `bound` or above."""
+    steps = tl.arange(0, WIDTH)
+    least = tl.full((WIDTH,), 0x7FFFFFFF, tl.int32)
+    for start in tl.range(0, length, WIDTH, num_stages=3):
+        inside = start + steps < length
+        key = ordered_key(tl.load(values_ptr + start + steps, mask=inside, other=0.0))
+        least = tl.minimum(least, tl.where(inside & (key >= bound), key, 0x7FFFFFFF))
+    return tl.min(least, 0)
+
+
+@triton.jit
 def draw_by_search(
     values_ptr,
     ids_ptr,
@@ -197,8 +209,14 @@ def draw_by_search(
             kept_equal = tl.full((), 0, tl.int32)
             kept = _mass_above(values_ptr, length, key, most, scale, WIDTH)
     target = number * kept
-    drawn, above, equal, mass = _search(values_ptr, few_ptr, length, low, most, scale, 1, target, FEW, WIDTH)
+    bound = tl.where(kept_equal > 0, key, key + 1)  # no kept token is below it
+    drawn, above, equal, mass = _search(values_ptr, few_ptr, length, bound, most, scale, 1, target, FEW, WIDTH)
     share = tl.exp((value_of(drawn) - most) * scale).to(tl.float64)
     n = ((target - mass) / tl.maximum(share, 1e-300)).to(tl.int32)
+    if equal == 0:
+        # By rounding the number lies past all that is kept: its last token.
+        drawn = _least_key_from(values_ptr, length, bound, WIDTH)
+        equal = tl.full((), 1 << 30, tl.int32)
+        n = equal
     last = tl.where(drawn == key, tl.minimum(kept_equal, equal), equal) - 1
     return _nth_equal(values_ptr, ids_ptr, length, drawn, tl.maximum(tl.minimum(n, last), 0), WIDTH)

@@ -75,6 +75,14 @@ def test_many_equal_values_go_by_rising_id():
     compare(torch.zeros(301, device=DEVICE), [Filters(), Filters(top_k=33), Filters(top_p=0.9)], NUMBERS)
 
 
+def test_a_number_next_to_one_draws_the_last_token_that_is_kept():
+    """Sums by which a search narrows its range down are rounded, and once led below all that min-p keeps."""
+    logits = (randn(9000, seed=4, dtype=torch.float32) * 2).round() / 2
+    rule = Filters(min_p=1e-4, temperature=2.0)
+    got = draw_rows_with(logits[None], sampling_rows([rule], [1 - 1e-9]), tiles=SAMPLING_TILES)
+    assert got.tolist() == [draw(logits, rule, 1 - 1e-9)]
+
+
 def test_bfloat16_logits_and_strided_rows_are_read_where_they_lie():
     wide = randn(3, 2 * 600, seed=5)
     rows = sampling_rows([Filters(top_k=5)] * 3, [0.2, 0.5, 0.9])
