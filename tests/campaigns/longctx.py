@@ -27,7 +27,7 @@ from tests.exact.longctx import SELECTS, TIERS, Case, compare_with_resident
 from tests.semantic.fairness import measure
 from tests.semantic.long_questions import Room, ask, questions
 
-NUM_CHUNKS = 26
+NUM_CHUNKS = 32
 SHARES = (0.0, 0.2, 0.5)
 LENGTHS = (32_768, 65_536)
 RESIDENT = 0.05
