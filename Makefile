@@ -12,7 +12,7 @@ BUF_VERSION := 1.75.0
 # Kernels are interpreted and compiled by the tests; a torch with a GPU brings its own.
 TRITON_VERSION := 3.6.0
 MODEL ?=
-PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n auto --dist loadfile
 BENCH_ARGS ?=
 
 VENV := .venv

@@ -15,24 +15,6 @@ from ops.model.fetch import find_damage
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the front sets it for its engine
 
-# Files of few long tests. They go first, so that no worker is left with one at the end while the others are done.
-LONG = (
-    "tests/engine/test_unified.py",
-    "tests/exact/test_exact.py",
-    "tests/semantic/test_answers.py",
-    "tests/kernels/gpu/test_interpreted.py",
-    "tests/kernels/gpu/test_compiled.py",
-    "tests/exact/test_lower_tiers.py",
-    "tests/parity/test_smollm2.py",
-    "tests/semantic/test_corruption.py",
-    "tests/semantic/test_tiers.py",
-    "tests/front/test_memory.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.location[0]) if item.location[0] in LONG else len(LONG))
-
 
 @pytest.fixture(scope="session")
 def embedded_model() -> Path:
