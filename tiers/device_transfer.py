@@ -156,6 +156,8 @@ class DeviceTransfer:
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], fence: Fence) -> None:
         assert isinstance(fence, DeviceFence)
+        if not targets:
+            return  # torch takes no empty list
         if fence.event is None:
             for target, source in zip(targets, sources, strict=True):
                 np.copyto(target.numpy(), source.numpy())  # torch would start compute threads of this thread's own

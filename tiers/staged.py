@@ -16,7 +16,7 @@ import torch
 
 from tiers.layout import Part
 from tiers.residency import StreamStats, Tier
-from tiers.streamed import Sources, forecast, runs_of
+from tiers.streamed import Sources, forecast, layer_of, runs_of
 
 GROWTH = 1.25  # of a buffer that is too small, beyond what is wanted
 ALIGNMENT_BYTES = 256  # of a plane in a buffer
@@ -41,8 +41,6 @@ class Stager:
     The buffers take twice the largest layer's planes of the longest context that has been streamed.
     """
 
-    pinned = True  # what comes from the spill lands in memory that the device reads
-
     def __init__(self, sources: Sources, move_rows: MoveRows) -> None:
         self.sources = sources
         self.move_rows = move_rows
@@ -50,16 +48,24 @@ class Stager:
         self.stream = torch.cuda.Stream(device)
         self.buffers = [_Buffer(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(2)]
         self.landing = torch.empty(0, dtype=torch.uint8)  # pinned; of what comes from the spill
-        by_layer = groupby(sources.parts, key=layer_of)
-        self.layers = tuple((name, tuple(parts)) for name, parts in by_layer)
+        self.layers = tuple(tuple(parts) for _, parts in groupby(sources.parts, key=layer_of))
+        self._latest: StagedPools | None = None
 
-    def make_room(self, num_blocks: int) -> None:
-        """For tables so long. What earlier forwards left in the buffers is forgotten.
+    def begin(self, forward: "StagedPools", num_blocks: int) -> None:
+        """A forward over a table so long is the one that uses the buffers from now on.
+
+        The one before it may have been dropped half-way: what its copies read is kept until they have ended.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for them.
+            torch.OutOfMemoryError: the device has no room for the buffers.
         """
-        wanted = max(sum(_room(num_blocks, part) for part in parts) for _, parts in self.layers)
+        self.stream.synchronize()
+        self._latest = forward
+        self._make_room(num_blocks)
+
+    def _make_room(self, num_blocks: int) -> None:
+        """What earlier forwards left in the buffers is forgotten."""
+        wanted = max(sum(_room(num_blocks, part) for part in parts) for parts in self.layers)
         for number, buffer in enumerate(self.buffers):
             memory = buffer.memory
             if memory.shape[0] < wanted:
@@ -85,11 +91,11 @@ class StagedPools:
         self.stats = StreamStats()
         self.planes = self  # asked by name
         self._stager = stager
-        self._layer_of = {part.name: n for n, (_, parts) in enumerate(stager.layers) for part in parts}
+        self._layer_of = {part.name: n for n, parts in enumerate(stager.layers) for part in parts}
         self._num_blocks = len(table)
         self._current = -1  # the layer that computes
         self._copies: list[tuple[Any, Any]] = []  # events before and behind those of each layer
-        stager.make_room(len(table))
+        stager.begin(self, len(table))
         space, ids = sources.space, np.array(table, dtype=np.int64)
         tiers = np.searchsorted((space.first_host, space.first_spill), ids, side="right")
         self._device = self._places(ids, tiers == Tier.DEVICE, 0)
@@ -142,7 +148,7 @@ class StagedPools:
         buffer.layer, buffer.rows = layer, {}
         with torch.cuda.stream(stream):
             begun = self._now()
-            for part in self._stager.layers[layer][1]:
+            for part in self._stager.layers[layer]:
                 rows = buffer.memory[offset : offset + self._num_blocks * part.num_bytes].view(-1, part.num_bytes)
                 self._bring(part, rows)
                 buffer.rows[part.name] = rows
@@ -168,9 +174,8 @@ class StagedPools:
         """Pinned memory, once the copy that read it before has ended."""
         self._stager.stream.synchronize()
         if self._stager.landing.shape[0] < num_bytes:
-            self._stager.landing = torch.empty(
-                int(GROWTH * num_bytes), dtype=torch.uint8, pin_memory=self._stager.pinned
-            )
+            is_pinned = self.blocks.is_cuda
+            self._stager.landing = torch.empty(int(GROWTH * num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
         return self._stager.landing[:num_bytes]
 
     def _write_back(self) -> None:
@@ -195,11 +200,6 @@ class StagedPools:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def layer_of(part: Part) -> str:
-    """Planes of one layer have names that differ in their last word."""
-    return part.name.rpartition(".")[0]
 
 
 def _room(num_blocks: int, part: Part) -> int:

@@ -150,19 +150,21 @@ class Run:
 
 
 def forecast(sources: Sources, table: list[int], *, is_chunk: bool) -> Iterator[tuple[Part, int]]:
-    """What a forward over this table will read of the spill, layer by layer: a chunk by tiles, a row all keys first.
-
-    A layer's planes are those whose names differ in their last word.
-    """
+    """What a forward over this table will read of the spill, layer by layer: a chunk by tiles, a row all keys first."""
     first = sources.space.first_spill
     assert sources.spill is not None
     extents = list(dict.fromkeys((id_ - first) // sources.spill.spill.chunk_blocks for id_ in table if id_ >= first))
-    for _, group in groupby(sources.parts, key=lambda part: part.name.rpartition(".")[0]):
+    for _, group in groupby(sources.parts, key=layer_of):
         parts = [part for part in group if not sources.spill.spill.is_kept(part)]
         if is_chunk:
             yield from ((part, extent) for extent in extents for part in parts)
         else:
             yield from ((part, extent) for part in parts for extent in extents)
+
+
+def layer_of(part: Part) -> str:
+    """Planes of one layer have names that differ in their last word."""
+    return part.name.rpartition(".")[0]
 
 
 def runs_of(space: BlockSpace, ids: Ids) -> list[Run]:

@@ -70,11 +70,9 @@ def time_restore(config: Path, tier: str, context_len: int) -> dict[str, object]
             short = _way_back(engine, served, "short", [other[::-1], other])
             long = _way_back(engine, served, "long", [ids])
             suffix_s = min(_serve(engine, f"on the device {turn}", ids) for turn in range(2))
-        lower = engine.cache.host if tier == "host" else engine.cache.disk
-        assert lower is not None
         engine.close()
         if tier == "host":
-            way_bytes_per_s = _link_bytes_per_s()
+            way_bytes_per_s = link_bytes_per_s(torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True))
         else:
             records = sorted((Path(folder) / "tier").rglob("*.seg"))
             way_bytes_per_s = max(_disk_bytes_per_s(records) for _ in range(2))
@@ -154,18 +152,17 @@ def _read(engine: Engine) -> tuple[int, float]:
     return sum(one.read_bytes for one in stats), sum(one.read_s for one in stats)
 
 
-def _link_bytes_per_s() -> float:
+def link_bytes_per_s(source: torch.Tensor) -> float:
     """From pinned memory to the device, one long copy."""
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source, device="cuda")
     seconds: list[float] = []
     for _ in range(4):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        device.copy_(host, non_blocking=True)
+        target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return host.nbytes / min(seconds)
+    return source.nbytes / min(seconds)
 
 
 def _disk_bytes_per_s(paths: list[Path]) -> float:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from daemon.batch import SequenceRows, make_batch
+from daemon.engine.restore_bench import link_bytes_per_s
 from daemon.models.base import Model
 from kernels.dispatch import choose_kernels
 from tiers.pools import DevicePools, HostArena
@@ -64,7 +65,7 @@ def time_stream(
 
     chunks = [forward(context_len - grid, context_len) for _ in range(NUM_CHUNKS)][1:]
     rows = [forward(context_len + n, context_len + n + 1) for n in range(NUM_ROWS)][1:]
-    link_bytes_per_s = _link_bytes_per_s(arena)
+    way_bytes_per_s = link_bytes_per_s(arena.chunks.view(-1)[: 1 << 30])
     chunk_s, row_s = median(took_s for took_s, _ in chunks), median(took_s for took_s, _ in rows)
     streamed = rows[0][1]
     return {
@@ -74,27 +75,13 @@ def time_stream(
         "buffer_bytes": sum(buffer.memory.nbytes for buffer in stager.buffers),
         "host_bytes": arena.chunks.nbytes,
         "streamed_bytes": streamed.num_bytes,  # of a row; a chunk streams as much
-        "link_bytes_per_s": link_bytes_per_s,
+        "link_bytes_per_s": way_bytes_per_s,
         "copying_s": streamed.elapsed_s,
-        "limit_s": streamed.num_bytes / link_bytes_per_s,
+        "limit_s": streamed.num_bytes / way_bytes_per_s,
         "step_ms": 1e3 * row_s,
-        "of_limit": row_s * link_bytes_per_s / streamed.num_bytes,
+        "of_limit": row_s * way_bytes_per_s / streamed.num_bytes,
         "chunk_s": chunk_s,
-        "chunk_of_limit": chunk_s * link_bytes_per_s / streamed.num_bytes,
+        "chunk_of_limit": chunk_s * way_bytes_per_s / streamed.num_bytes,
         "chunk_tokens_per_s": grid / chunk_s,
         "tokens_per_s": 1 / row_s,
     }
-
-
-def _link_bytes_per_s(arena: HostArena) -> float:
-    """Of one long copy from the arena."""
-    source = arena.chunks.view(-1)[: 1 << 30]
-    target = torch.empty_like(source, device="cuda")
-    seconds: list[float] = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return source.nbytes / min(seconds)

@@ -22,7 +22,7 @@ from tests.engine.test_unified import assert_all_tiers_worked, assert_flat, asse
 REQUESTS, CANCELS = 100_000, 1_000
 NUM_WARMUP = 6_000  # until the remembered past is as long as it gets with so many prefixes
 NUM_SAMPLES = 20
-TRACED_PART = 40  # of the requests, one in so many again with tracing
+TRACED_PART = 20  # of the requests, one in so many again with tracing
 TRACED_GROWTH = 0.02  # from the first to the second half of its samples
 RESULT = Path("tests/campaigns/results/soak.json")
 
