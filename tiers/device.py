@@ -314,9 +314,9 @@ class DeviceTier:
         return root_key(self.fingerprint, Provenance.EXACT, namespace)
 
     def _block_tokens(self, token_ids: Sequence[int], start: int, end: int) -> Iterator[bytes]:
-        packed, size = token_bytes(token_ids[start:end]), len(token_bytes((0,) * self.layout.block_size))
-        for first in range(0, len(packed), size):
-            yield packed[first : first + size]
+        size = self.layout.block_size
+        for first in range(start, end, size):
+            yield token_bytes(token_ids[first : first + size])
 
     def _hold_node(self, resources: Resources, node: Node) -> None:
         self.tree.hold(node)
