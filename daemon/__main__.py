@@ -7,8 +7,8 @@ import sys
 import msgspec
 import uvloop
 
-from daemon import logs
-from daemon.front import grpc_mend, memory, processor
+from daemon import logs, memory
+from daemon.front import grpc_mend, processor
 from daemon.front.command_line import Action, Command, read
 from daemon.front.config import FrontConfig
 from daemon.front.server import serve

@@ -4,7 +4,6 @@ The first message says what to load. After Ready the loop turns until Shutdown, 
 """
 
 import argparse
-import gc
 import logging
 import os
 import socket
@@ -13,7 +12,7 @@ import time
 
 import torch
 
-from daemon import logs
+from daemon import logs, memory
 from daemon.engine.answers import words_of
 from daemon.engine.engine import Engine
 from daemon.engine.faults import DeviceFault, end_if_sticky
@@ -24,6 +23,7 @@ from daemon.engine.watch import TierWatch
 from daemon.messages import Configure, LoadFailed, Loading, Pulse, Ready
 
 PULSE_S = 0.25  # the step clock: sent this often at least, and while idle the longest sleep
+TRIM_AFTER_S = 1.0  # of rest: the next forward takes new pages, which is not worth it between two requests of a burst
 
 log = logging.getLogger("downcore.engine")
 
@@ -74,8 +74,7 @@ def _load(link: Link) -> Engine | None:
         log.error("cannot start: %s", error)
         link.send(LoadFailed(str(error)))
         return None
-    gc.collect()
-    gc.freeze()  # what lives now lives on: a step's garbage is looked through without it
+    memory.settle()  # a step's garbage is looked through without what lives on
     link.send(Ready(info))
     for message in messages[1:]:
         engine.handle(message)
@@ -86,6 +85,7 @@ def _loop(engine: Engine, link: Link) -> None:
     watch = TierWatch(engine.cache, link.send, time.monotonic())
     pulse_due = 0.0
     is_proven = False
+    trim_due: float | None = None
     while not engine.is_stopping:
         is_resting = engine.is_idle or engine.only_waits
         messages = link.receive(PULSE_S if is_resting else 0.0, engine.cache.mover)
@@ -101,13 +101,16 @@ def _loop(engine: Engine, link: Link) -> None:
                 raise
             if has_rows or engine.scheduler.running:
                 engine.scheduler.meters.step_s.observe(time.perf_counter() - began)
-            is_proven = False
+            is_proven, trim_due = False, time.monotonic() + TRIM_AFTER_S
         elif not messages and engine.tuning is not None and engine.tuning.num_waiting:
             engine.rest()
         elif not messages and not is_proven:
             _prove(engine)
             is_proven = True
         now = time.monotonic()
+        if trim_due is not None and now >= trim_due and not engine.has_work:
+            memory.trim()
+            trim_due = None
         if now >= pulse_due:
             pulse_due = now + PULSE_S
             engine.keep_time()

@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from downcore.v1 import admin_pb2 as pb
 
-from daemon import logs
+from daemon import logs, memory
 from daemon.errors import ErrorReason, RequestError
-from daemon.front import gateway, memory, processor, tracing
+from daemon.front import gateway, processor, tracing
 from daemon.front.access import ADMIN, CACHE, GENERATION, HEALTH, VLLM_ENGINE
 from daemon.front.admin import AdminService
 from daemon.front.cache import CacheService

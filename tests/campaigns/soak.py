@@ -20,7 +20,7 @@ from tests.engine.soak import Job, run_job
 from tests.engine.test_unified import assert_all_tiers_worked, assert_flat, assert_within_books
 
 REQUESTS, CANCELS = 100_000, 1_000
-NUM_WARMUP = 6_000  # until the remembered past is as long as it gets with so many prefixes
+NUM_WARMUP = 16_000  # until tree, index and the remembered past have been through every shape that they take
 NUM_SAMPLES = 20
 TRACED_PART = 20  # of the requests, one in so many again with tracing
 TRACED_GROWTH = 0.02  # from the first to the second half of its samples

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from daemon import memory
 from daemon.engine.engine import Engine
 from daemon.engine.start import start
 from daemon.messages import Abort, Answer, Query, QueryKind, Rejected, SamplingParams, Submit, ToFront
@@ -66,6 +67,7 @@ class Sample:
     host_bytes: int
     buffer_bytes: int  # that the store declares
     traced_bytes: int
+    heap_bytes: int  # that the C allocator has given out, of what it has
     num_objects: int
     num_handles: int
     num_threads: int
@@ -153,8 +155,9 @@ class Soak:
                     self.num_cancelled += 1
 
     def sample(self) -> Sample:
-        """Everything at rest. The engine's own proof is asked for through its ledger."""
+        """Everything at rest, as the engine's process is after a second. The books are asked for through the ledger."""
         gc.collect()
+        memory.trim()
         engine, store = self.engine, self._store()
         engine.handle(Query(1, QueryKind.LEDGER))
         ledger = self.answers.pop()
@@ -173,6 +176,7 @@ class Soak:
             host_bytes=sum(row.bytes for row in ledger.ledger if row.tier == "host"),
             buffer_bytes=store.buffer_bytes,
             traced_bytes=tracemalloc.get_traced_memory()[0] if self.job.is_traced else 0,
+            heap_bytes=heap_bytes(),
             num_objects=len(gc.get_objects()),
             num_handles=len(os.listdir("/proc/self/fd")),
             num_threads=len(os.listdir("/proc/self/task")),
@@ -239,6 +243,24 @@ def resident_bytes() -> int:
     text = Path("/proc/self/smaps_rollup").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("Rss:"))
     return int(line.split()[1]) * 1024
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
+        + ("uordblks", "fordblks", "keepcost")
+    ]
+
+
+def heap_bytes() -> int:
+    """Given out by the C allocator, mapped blocks too; 0 where it does not say."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def page_cache_bytes(folder: Path) -> int:

@@ -1,7 +1,9 @@
-"""Keeps the front's resident memory flat: the C allocator's settings, and what the collector need not look at again.
+"""Keeps a process's resident memory flat: the C allocator's settings, and what the collector need not look at again.
 
 By default glibc opens an arena for each thread, and raises the size from which memory is mapped and returned at once,
-so that after a burst much of it stays. Both are fixed here, before the first thread is made.
+so that after a burst much of it stays. The front fixes both before its first thread is made. The engine does not: its
+forwards take and return tensors of some MiB all the time, which would be new pages each time. Both processes return
+what is free when nothing is going on.
 """
 
 import ctypes
