@@ -5,8 +5,8 @@ experts and keys taken away, and with choices, where rounding tips some of them 
 to results/parity.json, family by family. The test run holds the bar with fixed seeds: tests/parity/test_bfloat16.py.
 
 The bar compares largest differences, and a choice that tips is worth far more than rounding. Some of transformers'
-cached runs have nearly the bits of its whole ones, so that its choices tip in few texts (RARE): those families take more
-weights and longer texts, until its largest difference is that of a choice too.
+cached runs have nearly the bits of its whole ones, so that its choices tip in few texts: those families (RARE) take
+more weights and longer texts, until its largest difference is that of a choice too.
 """
 
 import argparse
