@@ -34,8 +34,8 @@ FAMILY = "qwen3_5"
 OPEN_AT_A_TIME = 8
 NUM_PREFIXES = 1500  # more than any tier holds
 NUM_KEYS = 4096  # of the remembered past, which is full after any warm-up, not after 300,000 requests
-# Parts of paths are interned, and their table grows once in a process's life, from 2 MiB to 4, when so many have come and
-# gone; which may be after 80,000 requests.
+# Parts of paths are interned, and their table grows once in a process's life, from 2 MiB to 4, when so many have come
+# and gone; which may be after 80,000 requests.
 NUM_INTERNED = 200_000
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
