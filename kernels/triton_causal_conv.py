@@ -9,16 +9,39 @@ may be the same. A decode row's channels each have one program, which reads befo
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.causal_conv import ConvWeights
+from kernels.launch_table import Tunable, one_bucket
 from kernels.triton_chain import chained, follow
 
-CHUNK_ROWS = 32
-CHUNK_CHANNELS = 128
-STEP_CHANNELS = 512
+TAIL_CHANNELS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTiles:
+    """How a chunk is cut; a channel's taps are summed one by one, whatever the tile."""
+
+    rows: int  # of a program
+    channels: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """How decode rows are cut. It decides in which order taps are summed."""
+
+    channels: int  # of a program
+    num_warps: int
+
+
+CHUNK_TILES = ChunkTiles(rows=32, channels=128, num_warps=4)
+CHUNK = Tunable("causal_conv_chunk", ("channels",), lambda _: one_bucket(CHUNK_TILES), neutral=True)
+STEP = Tunable("causal_conv_step", ("channels",), lambda _: one_bucket(StepTiles(512, 4)), neutral=False)
 
 
 @triton.jit
@@ -137,7 +160,13 @@ def _step_kernel(
 
 
 def causal_conv_chunk(
-    x: torch.Tensor, tails: torch.Tensor, slot_in: torch.Tensor, slot_out: torch.Tensor, weights: ConvWeights
+    x: torch.Tensor,
+    tails: torch.Tensor,
+    slot_in: torch.Tensor,
+    slot_out: torch.Tensor,
+    weights: ConvWeights,
+    *,
+    tiles: ChunkTiles | None = None,
 ) -> torch.Tensor:
     """Rows [rows, channels] of one sequence; its tail is read at slot_in and written at slot_out, each [1] int64.
 
@@ -148,24 +177,24 @@ def causal_conv_chunk(
     assert slot_in.shape == slot_out.shape == (1,)
     out = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
     taps = weights.taps.shape[0]
-    grid = (triton.cdiv(channels, CHUNK_CHANNELS), triton.cdiv(max(1, num_rows), CHUNK_ROWS))
     if num_rows:
-        _chunk_kernel[grid](
+        tiles = tiles or CHUNK.look_up(x.device, num_rows=num_rows, channels=channels)
+        _chunk_kernel[(triton.cdiv(channels, tiles.channels), triton.cdiv(num_rows, tiles.rows))](
             *(x, tails, slot_in, weights.taps, weights.bias, out, num_rows, x.stride(0), tails.stride(0)),
             CHANNELS=channels,
             TAPS=taps,
             BIAS=weights.bias is not None,
             SILU=weights.silu,
-            ROWS=CHUNK_ROWS,
-            BLOCK=CHUNK_CHANNELS,
-            num_warps=4,
+            ROWS=tiles.rows,
+            BLOCK=tiles.channels,
+            num_warps=tiles.num_warps,
         )
-    _tail_kernel[(triton.cdiv(channels, STEP_CHANNELS),)](
+    _tail_kernel[(triton.cdiv(channels, TAIL_CHANNELS),)](
         *(x, tails, slot_in, slot_out, num_rows, x.stride(0), tails.stride(0)),
         CHANNELS=channels,
         TAPS=taps,
         PADDED=triton.next_power_of_2(taps - 1),
-        BLOCK=STEP_CHANNELS,
+        BLOCK=TAIL_CHANNELS,
         num_warps=4,
     )
     return out
@@ -179,6 +208,7 @@ def causal_conv_step(
     weights: ConvWeights,
     *,
     early: bool = False,
+    tiles: StepTiles | None = None,
 ) -> torch.Tensor:
     """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`.
 
@@ -190,17 +220,18 @@ def causal_conv_step(
     out = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
     if num_rows:
         taps = weights.taps.shape[0]
-        _step_kernel[(triton.cdiv(channels, STEP_CHANNELS), num_rows)](
+        tiles = tiles or STEP.look_up(x.device, channels=channels)
+        _step_kernel[(triton.cdiv(channels, tiles.channels), num_rows)](
             *(x, tails, slot_in, slot_out, weights.taps, weights.bias, out, x.stride(0), tails.stride(0)),
             CHANNELS=channels,
             TAPS=taps,
             PADDED=triton.next_power_of_2(taps),
             BIAS=weights.bias is not None,
             SILU=weights.silu,
-            BLOCK=STEP_CHANNELS,
+            BLOCK=tiles.channels,
             **chained(),
             EARLY=early,
-            num_warps=4,
+            num_warps=tiles.num_warps,
         )
     return out
 
