@@ -99,8 +99,7 @@ def arch_of(device: torch.device) -> str | None:
     return f"sm_{major}{minor}"
 
 
-@cache
-def load_table(path: Path) -> Table | None:
+def read_table(path: Path) -> Table | None:
     """A table; None where there is none. Raises TableError where it is not one."""
     if not path.is_file():
         return None
@@ -128,8 +127,14 @@ def buckets(tunable: Tunable[Choice], table: Table | None, shape: tuple[int, ...
 
 
 @cache
+def shipped_table(arch: str) -> Table | None:
+    """The table of a kind of card, read once a process."""
+    return read_table(table_path(arch))
+
+
+@cache
 def _shipped_buckets(tunable: Tunable[Any], arch: str | None, shape: tuple[int, ...]) -> tuple[Bucket[Any], ...]:
-    return buckets(tunable, None if arch is None else load_table(table_path(arch)), shape)
+    return buckets(tunable, None if arch is None else shipped_table(arch), shape)
 
 
 def _as_choice(kernel: str, given: Mapping[str, Any], kind: type[Choice]) -> Choice:

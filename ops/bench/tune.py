@@ -25,7 +25,7 @@ import msgspec
 import torch
 import triton
 
-from kernels.launch_table import Entry, Table, Timing, arch_of, load_table, table_path
+from kernels.launch_table import Entry, Table, Timing, arch_of, read_table, table_path
 from ops.bench.kernels_timing import DEVICE, MOST_SETS, ROTATED_BYTES, relative_error, time_us
 from ops.bench.tune_case import Case, Rows, Tensors
 from ops.bench.tune_rows import row_cases
@@ -53,7 +53,7 @@ class Trial:
 
 
 def main() -> int:
-    """Exit status 1 where a case failed or is left, 2 where there is no card."""
+    """Exit status 1 where a default failed or a case is left, 2 where there is no card."""
     parser = argparse.ArgumentParser(prog="ops.bench.tune", description=__doc__)
     parser.add_argument("--kernels", default="", help="only those whose name contains one of these, by commas")
     parser.add_argument("--again", action="store_true", help="measure what is in the table already, too")
@@ -82,7 +82,7 @@ def main() -> int:
             left += 1
             continue
         entries, flaws = tune(case)
-        failed += len(flaws)
+        failed += not entries
         print("\n".join([*(f"{case.name}: {flaw}" for flaw in flaws), *map(line, entries)]), flush=True)
         record.add(entries)
     print(f"\n{record.path}:\n" + "\n".join(map(line, record.table.entries)))
@@ -92,8 +92,8 @@ def main() -> int:
 
 
 def all_cases() -> list[Case]:
-    """What there is to tune; those that take most come first."""
-    return [*wide_cases(), *row_cases()]
+    """What there is to tune."""
+    return [*row_cases(), *wide_cases()]
 
 
 class Record:
@@ -101,9 +101,9 @@ class Record:
 
     def __init__(self, path: Path, *, again: bool) -> None:
         self.path = path
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+        versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
         self.table = Table(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d", time.gmtime()), versions)
-        old = load_table(path)
+        old = read_table(path)
         is_same = old is not None and (old.device, old.versions) == (self.table.device, versions)
         if old is not None and is_same:
             self.table = msgspec.structs.replace(self.table, entries=old.entries)
@@ -135,7 +135,7 @@ def line(entry: Entry) -> str:
         f"{one.num_rows}: {one.us:.1f} us of {one.default_us:.1f} ({one.us / one.default_us - 1:+.1%})"
         for one in entry.timings
     )
-    return f"{name:<32}{rows:<10}{as_text(entry.choice):<44}{times}"
+    return f"{name:<32}{rows:<10}{as_text(entry.choice):<52}{times}"
 
 
 def as_text(choice: dict[str, Any]) -> str:

@@ -135,7 +135,7 @@ def mamba2_step_case(heads: int, groups: int, state_dim: int, head_dim: int) -> 
     return Case(
         STEP,
         {"heads": heads, "state_dim": state_dim, "head_dim": head_dim},
-        (Rows(None, (64, 4), choices(StepTiles, num_warps=(1, 2, 4, 8))),),
+        (Rows(None, (64, 4), choices(StepTiles, num_warps=(2, 4, 8))),),
         lambda num_rows, seed: _make_mamba2(num_rows, num_rows, sizes, seed),
         run,
         reference,
