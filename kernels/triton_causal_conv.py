@@ -26,7 +26,7 @@ TAIL_CHANNELS = 512
 class ChunkTiles:
     """How a chunk is cut; a channel's taps are summed one by one, whatever the tile."""
 
-    rows: int  # of a program
+    rows: int  # that a program goes down
     channels: int
     num_warps: int
 
@@ -39,7 +39,7 @@ class StepTiles:
     num_warps: int
 
 
-CHUNK_TILES = ChunkTiles(rows=32, channels=128, num_warps=4)
+CHUNK_TILES = ChunkTiles(rows=16, channels=512, num_warps=2)
 CHUNK = Tunable("causal_conv_chunk", ("channels",), lambda _: one_bucket(CHUNK_TILES), neutral=True)
 STEP = Tunable("causal_conv_step", ("channels",), lambda _: one_bucket(StepTiles(512, 4)), neutral=False)
 
@@ -73,21 +73,26 @@ def _chunk_kernel(
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_channels = at < CHANNELS
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    first = tl.program_id(1).to(tl.int64) * ROWS
     tail_ptr = tails_ptr + tl.load(slot_ptr) * tail_stride
-    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    taps = ()
+    window = ()  # the rows before this one, each read once
     for j in tl.static_range(TAPS):
-        source = row - (TAPS - 1 - j)
-        now = (source >= 0) & (source < num_rows) & in_channels[None, :]
-        x = tl.load(x_ptr + source * x_stride + at[None, :], mask=now, other=0.0)
-        if j < TAPS - 1:
-            past = (source < 0) & in_channels[None, :]
-            old = tl.load(tail_ptr + (source + TAPS - 1) * CHANNELS + at[None, :], mask=past, other=0.0)
-            x = tl.where(source < 0, old, x)
-        acc += x.to(tl.float32) * tl.load(taps_ptr + j * CHANNELS + at, mask=in_channels, other=0.0)[None, :]
-    out = _finish(acc, bias_ptr, at[None, :], in_channels[None, :], BIAS, SILU)
-    inside = (row < num_rows) & in_channels[None, :]
-    tl.store(out_ptr + row * CHANNELS + at[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        taps += (tl.load(taps_ptr + j * CHANNELS + at, mask=in_channels, other=0.0),)
+    for j in tl.static_range(TAPS - 1):
+        row = first - (TAPS - 1 - j)
+        old = tl.load(tail_ptr + (row + TAPS - 1) * CHANNELS + at, mask=in_channels & (row < 0), other=0.0)
+        new = tl.load(x_ptr + row * x_stride + at, mask=in_channels & (row >= 0) & (row < num_rows), other=0.0)
+        window += (tl.where(row < 0, old, new).to(tl.float32),)
+    for i in tl.static_range(ROWS):
+        row = first + i
+        inside = in_channels & (row < num_rows)
+        window += (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32),)
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(TAPS):
+            acc += window[i + j] * taps[j]
+        out = _finish(acc, bias_ptr, at, in_channels, BIAS, SILU)
+        tl.store(out_ptr + row * CHANNELS + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

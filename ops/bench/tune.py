@@ -75,7 +75,7 @@ def main() -> int:
     record = Record(arguments.table or table_path(arch), again=arguments.again)
     todo = [case for case in cases if record.lacks(case)]
     if todo:
-        _compile_all(arguments.kernels)
+        _compile_all([case.name for case in todo])
     failed = left = 0
     for case in todo:
         if time.monotonic() > end:
@@ -135,7 +135,7 @@ def line(entry: Entry) -> str:
         f"{one.num_rows}: {one.us:.1f} us of {one.default_us:.1f} ({one.us / one.default_us - 1:+.1%})"
         for one in entry.timings
     )
-    return f"{name:<32}{rows:<10}{as_text(entry.choice):<52}{times}"
+    return f"{name:<31} {rows:<9} {as_text(entry.choice):<52} {times}"
 
 
 def as_text(choice: dict[str, Any]) -> str:
@@ -164,12 +164,14 @@ def compile_some(cases: list[Case], index: int, count: int) -> None:
             continue
 
 
-def _compile_all(kernels: str) -> None:
+def _compile_all(names: list[str]) -> None:
+    started = time.monotonic()
     count = min(MOST_PROCESSES, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "ops.bench.tune", "--kernels", kernels, "--compile"]
+    command = [sys.executable, "-m", "ops.bench.tune", "--kernels", ",".join(names), "--compile"]
     helpers = [subprocess.Popen([*command, f"{index}/{count}"]) for index in range(count)]
     for helper in helpers:
         helper.wait()
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
 
 
 def tune(case: Case) -> tuple[list[Entry], list[str]]:

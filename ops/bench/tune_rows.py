@@ -34,9 +34,9 @@ RULE = HyperRule(EPS, EPS, 20)
 def row_cases() -> list[Case]:
     """At the shapes of ops/bench/shapes and of the kernel benchmark."""
     return [
+        *hyper_cases(4, 4096),
         *(conv_chunk_case(channels) for channels in (8192, 6144)),
         *(conv_step_case(channels) for channels in (8192, 6144)),
-        *hyper_cases(4, 4096),
         turn_case(16, 2, 256, 64),
         turn_case(32, 8, 128, 128),
         turn_case(32, 2, 128, 0),
@@ -112,8 +112,8 @@ def gated_norm_case(parts: int, width: int, *, gate_first: bool) -> Case:
         x_parts, gate = (part.unflatten(1, (parts, width)) for part in (x.x, x.gate))
         return (rms_norm_silu_gate(x_parts, gate, x.weight, EPS),)
 
-    rows = [max(1, cut // width) for cut in (1024, 2048, 4096, 8192)]
-    candidates = choices(NormTiles, rows=rows, num_warps=(2, 4, 8))
+    rows = [max(1, cut // width) for cut in (1024, 2048, 4096)]
+    candidates = choices(NormTiles, rows=rows, num_warps=(1, 2, 4))
     return Case(
         GATED_NORM,
         {"width": width},
@@ -201,8 +201,9 @@ def conv_chunk_case(channels: int) -> Case:
     def reference(x: ConvInputs) -> Tensors:
         return slot_forms.causal_conv_chunk(x.x, x.tails, x.slot_in, x.slot_out, x.weights), x.tails
 
-    every = choices(ChunkTiles, rows=(8, 16, 32, 64, 128), channels=(64, 128, 256), num_warps=(1, 2, 4, 8))
-    cuts = tuple(cut for cut in every if 16 <= cut.rows * cut.channels // (32 * cut.num_warps) <= 64)
+    every = choices(ChunkTiles, rows=(16, 32), channels=(128, 256, 512, 1024), num_warps=(1, 2, 4))
+    # A thread has four to eight channels: one load of each row.
+    cuts = tuple(cut for cut in every if 4 <= cut.channels // (32 * cut.num_warps) <= 8)
     return Case(
         CHUNK,
         {"channels": channels},

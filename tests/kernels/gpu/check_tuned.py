@@ -46,7 +46,7 @@ def launches():
             yield case, bucket.choice
 
 
-@pytest.mark.parametrize(("case", "choice"), list(launches()), ids=str)
+@pytest.mark.parametrize(("case", "choice"), list(launches()), ids=lambda value: getattr(value, "name", None))
 def test_a_choice_computes_what_the_default_does(case, choice):
     num_rows = NUM_ROWS if INTERPRETED else NUM_ROWS + case.few_rows
     wanted = case.reference(case.make(num_rows, 3))
