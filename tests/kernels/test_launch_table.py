@@ -7,6 +7,8 @@ import msgspec
 import pytest
 import torch
 
+import daemon
+import kernels
 from kernels.launch_table import Bucket, Entry, Table, TableError, Timing, Tunable, buckets, one_bucket, read_table
 
 CPU = torch.device("cpu")
@@ -102,3 +104,9 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"{")
     with pytest.raises(TableError, match=r"sm_00\.json"):
         read_table(path)
+
+
+def test_nothing_is_measured_while_serving() -> None:
+    sources = [path for package in (kernels, daemon) for path in Path(package.__path__[0]).rglob("*.py")]
+    assert len(sources) > 100
+    assert [path for path in sources if "triton.autotune" in path.read_text() or "do_bench" in path.read_text()] == []
