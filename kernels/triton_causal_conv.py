@@ -39,7 +39,7 @@ class StepTiles:
     num_warps: int
 
 
-CHUNK_TILES = ChunkTiles(rows=16, channels=512, num_warps=2)
+CHUNK_TILES = ChunkTiles(rows=16, channels=256, num_warps=2)
 CHUNK = Tunable("causal_conv_chunk", ("channels",), lambda _: one_bucket(CHUNK_TILES), neutral=True)
 STEP = Tunable("causal_conv_step", ("channels",), lambda _: one_bucket(StepTiles(512, 4)), neutral=False)
 
@@ -76,23 +76,22 @@ def _chunk_kernel(
     first = tl.program_id(1).to(tl.int64) * ROWS
     tail_ptr = tails_ptr + tl.load(slot_ptr) * tail_stride
     taps = ()
-    window = ()  # the rows before this one, each read once
+    window = ()  # rows from TAPS - 1 before the first on, each read once, and all before anything is written
     for j in tl.static_range(TAPS):
         taps += (tl.load(taps_ptr + j * CHANNELS + at, mask=in_channels, other=0.0),)
     for j in tl.static_range(TAPS - 1):
         row = first - (TAPS - 1 - j)
         old = tl.load(tail_ptr + (row + TAPS - 1) * CHANNELS + at, mask=in_channels & (row < 0), other=0.0)
         new = tl.load(x_ptr + row * x_stride + at, mask=in_channels & (row >= 0) & (row < num_rows), other=0.0)
-        window += (tl.where(row < 0, old, new).to(tl.float32),)
+        window += (tl.where(row < 0, old, new),)
     for i in tl.static_range(ROWS):
-        row = first + i
-        inside = in_channels & (row < num_rows)
-        window += (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32),)
+        window += (tl.load(x_ptr + (first + i) * x_stride + at, mask=in_channels & (first + i < num_rows), other=0.0),)
+    for i in tl.static_range(ROWS):
         acc = tl.zeros((BLOCK,), tl.float32)
         for j in tl.static_range(TAPS):
-            acc += window[i + j] * taps[j]
-        out = _finish(acc, bias_ptr, at, in_channels, BIAS, SILU)
-        tl.store(out_ptr + row * CHANNELS + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+            acc += window[i + j].to(tl.float32) * taps[j]
+        out = _finish(acc, bias_ptr, at, in_channels, BIAS, SILU).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first + i) * CHANNELS + at, out, mask=in_channels & (first + i < num_rows))
 
 
 @triton.jit

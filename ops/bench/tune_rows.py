@@ -201,9 +201,9 @@ def conv_chunk_case(channels: int) -> Case:
     def reference(x: ConvInputs) -> Tensors:
         return slot_forms.causal_conv_chunk(x.x, x.tails, x.slot_in, x.slot_out, x.weights), x.tails
 
-    every = choices(ChunkTiles, rows=(16, 32), channels=(128, 256, 512, 1024), num_warps=(1, 2, 4))
+    every = choices(ChunkTiles, rows=(4, 8, 16, 32), channels=(128, 256, 512, 1024), num_warps=(1, 2, 4))
     # A thread has four to eight channels: one load of each row.
-    cuts = tuple(cut for cut in every if 4 <= cut.channels // (32 * cut.num_warps) <= 8)
+    cuts = tuple(cut for cut in every if cut.channels // (32 * cut.num_warps) in (4, 8))
     return Case(
         CHUNK,
         {"channels": channels},
@@ -274,9 +274,10 @@ def hyper_cases(count: int, width: int) -> list[Case]:
         SumTiles(*cut)
         for cut in (
             *((16, inner, cut, warps, 4) for inner, warps in ((128, 2), (256, 4)) for cut in (1024, 2048)),
-            *((64, inner, cut, 4, 4) for inner in (64, 128) for cut in (512, 1024, 2048)),
-            *((32, 128, cut, 4, 4) for cut in (512, 1024, 2048)),
-            *((128, 64, cut, 8, 4) for cut in (512, 1024)),
+            *((64, 64, cut, 4, stages) for cut in (256, 512, 1024) for stages in (3, 4)),
+            *((64, 32, cut, 4, 4) for cut in (256, 512)),
+            *((64, 128, cut, 4, 4) for cut in (512, 1024)),
+            *((rows, 64, 512, warps, 4) for rows, warps in ((32, 4), (64, 8), (128, 4), (128, 8))),
         )
     )
     every = choices(ColumnTiles, columns=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8))
