@@ -147,11 +147,11 @@ def _tune_bucket(case: Case, rows: Rows, flaws: list[str]) -> Entry:
 
 
 class _Check:
-    """Holds choices to torch's form at an odd number of rows; neutral ones to the default's bytes where measured."""
+    """Holds choices to torch's form at few rows, tiles not whole; neutral ones to the default's bytes where measured."""
 
     def __init__(self, case: Case, rows: Rows) -> None:
         self._case = case
-        self._few = case.few_rows + 13
+        self._few = case.few_rows + 16  # a number that is not compiled for anew
         self._many = rows.measured[0]
         self._wanted = case.reference(case.make(self._few, 1))
         self._bytes = case.run(case.make(self._many, 0), case.default(self._many)) if case.tunable.neutral else ()
