@@ -147,7 +147,7 @@ def _tune_bucket(case: Case, rows: Rows, flaws: list[str]) -> Entry:
 
 
 class _Check:
-    """Holds choices to torch's form at few rows, tiles not whole; neutral ones to the default's bytes where measured."""
+    """Holds choices to torch's form at few rows, not all tiles whole; neutral ones to the default's bytes as well."""
 
     def __init__(self, case: Case, rows: Rows) -> None:
         self._case = case
