@@ -27,6 +27,7 @@ from kernels.norms import RmsWeights
 from kernels.paged_attention import PagedRows
 from kernels.qk_rope import HeadNorms, Heads, Places
 from kernels.recurrent_slots import RecurrentSlots
+from kernels.sampling_rows import SamplingRows
 
 
 def _plan(rows: PagedRows, sizes: AttentionSizes) -> triton_attention.TritonPlan:
@@ -61,6 +62,10 @@ def _delta_norm(out: torch.Tensor, gate: torch.Tensor, mixer: DeltaMixer) -> tor
 
 def _expert_rows(top_k: int) -> int:
     return triton_routing.MOST_BLOCKS * triton_routing.BLOCK // top_k
+
+
+def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    return triton_sampling.draw_rows(logits, rows, refuses=True)
 
 
 TRITON = Kernels(
@@ -102,7 +107,7 @@ TRITON = Kernels(
         few_rows=triton_few_linear.FEW_ROWS,
         mix_streams=triton_hyper_connections.mix_streams,
         inject=triton_hyper_connections.inject,
-        draw=triton_sampling.draw_rows,
+        draw=_draw,
     ),
     move_rows=triton_block_copy.move_rows,
 )

@@ -23,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling_rows import SamplingRows
+from kernels.sampling_rows import NOT_FINITE, SamplingRows
 from kernels.triton_chain import chained, follow
 from kernels.triton_token_search import draw_by_search, ordered_key, value_of
 
 MOST_GROUPS = 4096  # of a row, so that one program holds them
+REFUSED = tl.constexpr(NOT_FINITE)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite logits
 PASS = 2048  # logits of a program that sums up groups
 
@@ -55,19 +56,24 @@ def _groups_kernel(
     num_groups,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # of a program
+    REFUSES: tl.constexpr,  # a group with a logit that is no finite number has a total of NaN
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    inside = ids < vocab_size
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    is_finite = (tl.abs(logits) < float("inf")) | (ids >= vocab_size)
     logits = tl.where(logits == logits, logits, float("-inf"))  # NaN is never drawn
     temperature = tl.load(temperature_ptr + row)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     best = tl.max(logits, 1)
     pivot = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.exp((logits - pivot[:, None]) * scale), 1)
+    if REFUSES:
+        total = tl.where(tl.min(is_finite.to(tl.int32), 1) > 0, total, float("nan"))
     at = row * num_groups + groups
     tl.store(best_ptr + at, best, mask=groups < num_groups)
     tl.store(total_ptr + at, total, mask=groups < num_groups)
@@ -117,12 +123,22 @@ def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min
         keys = tl.where(is_group, ordered_key(best), -0x80000000)
         high = ordered_key(most).to(tl.int64)
         while low < high:
-            middle = low + (high - low + 1) // 2
-            num_reached = tl.sum((keys >= middle).to(tl.int32), 0)
-            reached = num_reached >= limit
-            low = tl.where(reached, middle, low)
-            # Some more groups than needed do no harm.
-            high = tl.where(reached, tl.where(num_reached <= limit + limit // 4, middle, high), middle - 1)
+            # Four keys at once: their counts, 16 bits each, are one sum, whose wait is what a turn costs.
+            step = (high - low + 4) // 5
+            counts = tl.zeros_like(keys).to(tl.int64)
+            for n in tl.static_range(4):
+                counts += (keys >= tl.minimum(low + (n + 1) * step, high)).to(tl.int64) << (16 * n)
+            counts = tl.sum(counts, 0)
+            start = low
+            above = high
+            for n in tl.static_range(4):
+                num_reached = (counts >> (16 * n)) & 0xFFFF
+                mark = tl.minimum(start + (n + 1) * step, above)
+                reached = num_reached >= limit
+                low = tl.where(reached, mark, low)
+                # Some more groups than needed do no harm.
+                enough = num_reached <= limit + limit // 4
+                high = tl.where(reached, tl.where(enough, mark, above), tl.minimum(high, mark - 1))
     elif top_p < 1.0:
         share = ((1.0 - top_p) * whole / vocab_size).to(tl.float32)
         low = tl.maximum(low, ordered_key(most + (tl.log(share) - 1e-4) / scale).to(tl.int64))
@@ -213,6 +229,7 @@ def _draw_kernel(
     GROUPS: tl.constexpr,  # num_groups, padded
     SORTED: tl.constexpr,  # candidates that are sorted
     WIDTH: tl.constexpr,
+    REFUSES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
@@ -222,6 +239,9 @@ def _draw_kernel(
     is_group = groups < num_groups
     best = tl.load(best_ptr + row * num_groups + groups, mask=is_group, other=float("-inf"))
     total = tl.load(total_ptr + row * num_groups + groups, mask=is_group, other=0.0)
+    if REFUSES:
+        num_refused = tl.sum((total != total).to(tl.int32), 0)
+        total = tl.where(total == total, total, 0.0)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -236,8 +256,10 @@ def _draw_kernel(
     elif (limit == vocab_size) & (top_p >= 1.0) & (min_p <= 0.0):
         token = _draw_in_order(logits_ptr, best, total, groups, most, scale, number, vocab_size, GROUP, GROUPS)
     else:
-        mass = tl.where(best == float("-inf"), 0.0, total * tl.exp((best - most) * scale))
-        whole = tl.sum(mass.to(tl.float64), 0)
+        whole = tl.full((), 0.0, tl.float64)
+        if limit == vocab_size:
+            mass = tl.where(best == float("-inf"), 0.0, total * tl.exp((best - most) * scale))
+            whole = tl.sum(mass.to(tl.float64), 0)
         least = _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p)
         own_values_ptr = values_ptr + row * vocab_size
         own_ids_ptr = ids_ptr + row * vocab_size
@@ -260,11 +282,19 @@ def _draw_kernel(
                 *(own_values_ptr, own_ids_ptr, few_ptr + row * SORTED, length, least, most, scale, vocab_size),
                 *(whole, limit, top_p, min_p, number, SORTED, WIDTH),
             )
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    token = token.to(tl.int64)
+    if REFUSES:
+        token = tl.where(num_refused > 0, REFUSED, token)
+    tl.store(tokens_ptr + row, token)
 
 
-def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles = SAMPLING_TILES) -> torch.Tensor:
-    """A token of each row of logits [rows, vocab], any stride between rows: [rows] int64. NaN is never drawn."""
+def draw_rows(
+    logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles = SAMPLING_TILES, refuses: bool = False
+) -> torch.Tensor:
+    """A token of each row of logits [rows, vocab], any stride between rows: [rows] int64.
+
+    NaN is never drawn; where the kernel `refuses`, a row with a logit that is no finite number gets NOT_FINITE.
+    """
     num_rows, vocab_size = logits.shape
     rows.check(num_rows)
     assert logits.stride(1) == 1
@@ -287,6 +317,7 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles 
         *(logits, rows.temperature, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
         GROUP=group,
         GROUPS=groups_each,
+        REFUSES=refuses,
         num_warps=4,
         **chained(),
     )
@@ -297,6 +328,7 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles 
         GROUPS=groups_padded,
         SORTED=tiles.sorted,
         WIDTH=max(tiles.width, group),
+        REFUSES=refuses,
         num_warps=tiles.num_warps,
         **chained(),
     )

@@ -67,8 +67,8 @@ class Decoder:
             out = yield from layer.mlp.forward(normed)
             if i < len(self.layers):
                 normed = self.layers[i].mixer_norm.added(hidden, out)
-            else:
-                hidden.add_(out)
-            yield
-        last = self.norm(hidden.index_select(0, batch.logit_rows))
+                yield
+        if batch.logit_rows.shape[0] < hidden.shape[0]:
+            hidden, out = (rows.index_select(0, batch.logit_rows) for rows in (hidden, out))
+        last = self.norm.added(hidden, out)
         return (self.embedding.logits(last) if self.head is None else self.head(last)).float()
