@@ -101,6 +101,7 @@ class AttentionForms:
 
     plan: Callable[[PagedRows, AttentionSizes], object]
     attend: Callable[[Tensor, Tensor, Tensor, Any, float], Generator[None, None, Tensor]]
+    turns: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]  # cos and sin of rows' positions
     turn_and_write: Callable[[Heads, Tensor, Tensor, HeadNorms, Places], Tensor]
     span_batch: Callable[[PagedRows, int], BatchSpan | None]  # of a block size; None: rows go sequence by sequence
     latent: LatentAttention
@@ -185,6 +186,7 @@ TORCH = Kernels(
     attention=AttentionForms(
         plan=_plan_in_torch,
         attend=paged_attention.paged_attention,
+        turns=qk_rope.turns,
         turn_and_write=qk_rope.turn_and_write,
         span_batch=_by_sequence,
         latent=mla.mla_attention,

@@ -74,6 +74,7 @@ TRITON = Kernels(
     attention=AttentionForms(
         plan=_plan,
         attend=triton_attention.paged_attention,
+        turns=triton_qk_rope.turns,
         turn_and_write=_turn_and_write,
         span_batch=triton_spans.span_batch,
         latent=triton_spans.mla_attention,
