@@ -103,7 +103,7 @@ def filtered(scaled: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torc
 
     Probabilities fall, equal ones by rising id, and sum to 1. At least one token is always kept.
     """
-    probs, ids = _ordered(scaled, filters)
+    probs, ids = _ordered(scaled - scaled.max(), filters)  # huge ones would swallow the logarithm of a sum
     if filters.top_p < 1.0:
         before = probs.cumsum(-1) - probs
         probs, ids = _keep(probs, ids, before < filters.top_p)

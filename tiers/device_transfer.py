@@ -18,6 +18,7 @@ from tiers.pools import DevicePools, HostArena
 from tiers.transfer import Fence, Image
 
 MOST_BYTES = 16 << 20  # of one copy: what a step sends to the device meanwhile waits for it
+MOVES_AT_A_TIME = 64  # the link is busy with these while the next are worked out
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,11 @@ class DeviceTransfer:
         self.arrived()
 
     def to_device(self, moves: Sequence[tuple[Sequence[int], Image]], fence: Fence) -> None:
-        """And back."""
+        """And back. `arrived` tells when."""
+        for begin in range(0, len(moves), MOVES_AT_A_TIME):
+            self._some_to_device(moves[begin : begin + MOVES_AT_A_TIME], fence)
+
+    def _some_to_device(self, moves: Sequence[tuple[Sequence[int], Image]], fence: Fence) -> None:
         size, runs = self._arena.chunk_bytes, list[_Run]()
         for chunks, image in moves:
             num_bytes = self.pools.layout.slot_bytes if image.is_state else self.pools.layout.block_bytes

@@ -20,21 +20,19 @@ class GatedMlp:
 
     def __init__(self, scope: Scope, hidden_size: int, inner_size: int, *, bias: bool = False) -> None:
         self.inner_size = inner_size
-        self.gate = Linear(scope, (("gate_proj", inner_size),), hidden_size, bias=bias)
-        self.up = Linear(scope, (("up_proj", inner_size),), hidden_size, bias=bias)
+        self.gate_up = Linear(scope, (("gate_proj", inner_size), ("up_proj", inner_size)), hidden_size, bias=bias)
         self.down = Linear(scope, (("down_proj", hidden_size),), inner_size, bias=bias)
 
     @property
     def active_params(self) -> int:
         """Weights that multiply each token."""
-        return 3 * self.gate.in_size * self.inner_size
+        return 3 * self.gate_up.in_size * self.inner_size
 
     def forward(self, hidden: torch.Tensor) -> Steps:
         """[num_rows, hidden_size] to the same."""
-        gate = functional.silu(self.gate(hidden), inplace=True)
+        gate, up = self.gate_up(hidden).split_with_sizes((self.inner_size, self.inner_size), 1)
         yield
-        inner = gate.mul_(self.up(hidden))
-        yield
+        inner = functional.silu(gate).mul_(up)
         return self.down(inner)
 
 

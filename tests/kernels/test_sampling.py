@@ -92,6 +92,15 @@ def test_one_value_that_is_not_finite_marks_its_row_alone(bad: float, place: int
     assert all_finite(logits).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("end", [torch.finfo(torch.float32).min, torch.finfo(torch.float32).max])
+def test_equal_logits_share_evenly_at_the_ends_of_the_range(end: float) -> None:
+    logits = torch.full((100,), end)
+    for filters in (Filters(), Filters(top_p=0.95), Filters(top_p=0.95, temperature=1e-3), Filters(min_p=0.5)):
+        share = 0.95 if filters.top_p < 1.0 else 1.0
+        for number in (0.004, 0.5, 0.996):
+            assert draw(logits, filters, number) == pytest.approx(number * share * 100, abs=1.0), filters
+
+
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((8,), -torch.inf)
     logits[3] = 0.0
