@@ -230,6 +230,7 @@ def paged_decode(
     scale: float,
     *,
     v_scale: float = 1.0,
+    gate: torch.Tensor | None = None,
     tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
     """Attends each row to its keys.
@@ -241,6 +242,7 @@ def paged_decode(
         plan: of this batch, with the split of `tiles`.
         scale: positive factor of the scores; the keys' own scale, where fp8 has one, inside.
         v_scale: factor of the values.
+        gate: as q, of which a sigmoid is the last factor; rows and heads at any stride.
         tiles: how to cut the work; default: what was fastest, fp8 by groups of warps where the card is fit for that.
 
     Returns:
@@ -268,7 +270,7 @@ def paged_decode(
     else:
         tiles = tiles or decode_tiles(head_dim, plan.most_items * num_kv_heads, is_fp8=k_plane.dtype == FP8)
         _attend_by_tiles(q, k_plane, v_plane, plan, (outs, lses), scale, tiles)
-    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale)
+    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale, gate=gate)
     return out
 
 

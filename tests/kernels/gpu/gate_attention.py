@@ -57,7 +57,8 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
     k, v = (plane(64, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     # Some shapes put a register or two aside.
     with machine_code(8) as code:
-        paged_decode(ids(2, heads, head_dim, dtype=BF16), k, v, decode_plan(1024), head_dim**-0.5)
+        q = ids(2, heads, head_dim, dtype=BF16)
+        paged_decode(q, k, v, decode_plan(1024), head_dim**-0.5, gate=q if head_dim == 256 else None)
     kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
     assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
