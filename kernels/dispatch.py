@@ -119,10 +119,8 @@ class RecurrentForms:
     conv_chunk: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     conv_step: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     delta_step: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
-    delta_from_rows: Callable[[Tensor, Tensor, DeltaMixer, RecurrentSlots], Tensor] | None  # from what is projected
     delta_chunk: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
     delta_norm: Callable[[Tensor, Tensor, DeltaMixer], Tensor]
-    few_rows: int  # the most that `delta_from_rows` is for
     mamba2_step: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     mamba2_chunk: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     group_norm: GroupNorm
@@ -203,10 +201,8 @@ TORCH = Kernels(
         conv_chunk=slot_forms.causal_conv_chunk,
         conv_step=slot_forms.causal_conv_step,
         delta_step=delta_mixer.delta_decode,
-        delta_from_rows=None,
         delta_chunk=delta_mixer.delta_chunk,
         delta_norm=delta_mixer.delta_norm,
-        few_rows=0,
         mamba2_step=slot_forms.mamba2_step,
         mamba2_chunk=slot_forms.mamba2_chunk,
         group_norm=_group_norm_in_torch,

@@ -21,7 +21,7 @@ from kernels import (
     triton_sampling,
     triton_spans,
 )
-from kernels.delta_mixer import DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import COUNTED_ROWS, DeltaMixer, OutputGate, ProjectedRows
 from kernels.dispatch import AttentionForms, AttentionSizes, Kernels, RecurrentForms, RowForms
 from kernels.norms import RmsWeights
 from kernels.paged_attention import PagedRows
@@ -49,7 +49,7 @@ def _add_rms_norm(hidden: torch.Tensor, addend: torch.Tensor, norm: RmsWeights) 
 
 
 def _delta_step(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> torch.Tensor:
-    if rows.mixed.shape[0] <= triton_few_linear.FEW_ROWS:
+    if rows.mixed.shape[0] <= COUNTED_ROWS:
         return triton_delta_few.delta_few(rows, mixer, slots)
     return triton_delta_decode.delta_decode(rows, mixer, slots)
 
@@ -87,10 +87,8 @@ TRITON = Kernels(
         conv_chunk=triton_causal_conv.causal_conv_chunk,
         conv_step=triton_causal_conv.causal_conv_step,
         delta_step=_delta_step,
-        delta_from_rows=triton_delta_few.delta_from_rows,
         delta_chunk=triton_delta_chunk.delta_chunk,
         delta_norm=_delta_norm,
-        few_rows=triton_few_linear.FEW_ROWS,
         mamba2_step=triton_mamba2.mamba2_step,
         mamba2_chunk=triton_mamba2.mamba2_chunk,
         group_norm=triton_norms.gated_group_rms_norm,

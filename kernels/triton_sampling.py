@@ -1,7 +1,7 @@
 """Drawing a token from each row of logits without sorting them: the draw of kernels/sampling.py, on the device.
 
-One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and the sum of their
-exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group and read
+One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and, where it is needed, the
+sum of their exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group and read
 that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few tokens are
 sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where the draw
 falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
@@ -38,7 +38,8 @@ class SamplingTiles:
     """How a launch is cut. No token depends on it."""
 
     sorted: int = 512  # candidates at most, a power of two; more are searched
-    width: int = 2048  # logits that a program reads at once
+    listed: int = 4096  # logits that are looked through at once for candidates
+    width: int = 2048  # candidates that a search reads at once
     num_warps: int = 8
 
 
@@ -49,8 +50,9 @@ SAMPLING_TILES = SamplingTiles()
 def _groups_kernel(
     logits_ptr,
     temperature_ptr,
+    top_k_ptr,
     best_ptr,  # [rows, num_groups] float32
-    total_ptr,  # [rows, num_groups] float32
+    total_ptr,  # [rows, num_groups] float32; 0 in greedy rows and in those with a top-k, which need none
     row_stride,
     vocab_size,
     num_groups,
@@ -71,7 +73,10 @@ def _groups_kernel(
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     best = tl.max(logits, 1)
     pivot = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp((logits - pivot[:, None]) * scale), 1)
+    total = tl.zeros_like(best)
+    top_k = tl.load(top_k_ptr + row)
+    if (temperature != 0.0) & ((top_k <= 0) | (top_k >= vocab_size)):
+        total = tl.sum(tl.exp((logits - pivot[:, None]) * scale), 1)
     if REFUSES:
         total = tl.where(tl.min(is_finite.to(tl.int32), 1) > 0, total, float("nan"))
     at = row * num_groups + groups
@@ -108,6 +113,19 @@ def _draw_in_order(
 
 
 @triton.jit
+def _add_pairs(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def _count_two(keys, low, high, step, n: tl.constexpr):
+    """1 for the n-th of the keys `step` apart from `low` that a key reaches, and 1 << 16 for the next one."""
+    near = tl.minimum(low + n * step, high).to(tl.int32)
+    far = tl.minimum(low + (n + 1) * step, high).to(tl.int32)
+    return (keys >= near).to(tl.int32) + ((keys >= far).to(tl.int32) << 16)
+
+
+@triton.jit
 def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p):
     """A key that no kept token is below.
 
@@ -123,16 +141,15 @@ def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min
         keys = tl.where(is_group, ordered_key(best), -0x80000000)
         high = ordered_key(most).to(tl.int64)
         while low < high:
-            # Four keys at once: their counts, 16 bits each, are one sum, whose wait is what a turn costs.
+            # Four keys at once: a turn costs the wait for a sum. Two counts, 16 bits each, share a word.
             step = (high - low + 4) // 5
-            counts = tl.zeros_like(keys).to(tl.int64)
-            for n in tl.static_range(4):
-                counts += (keys >= tl.minimum(low + (n + 1) * step, high)).to(tl.int64) << (16 * n)
-            counts = tl.sum(counts, 0)
+            few, many = tl.reduce(
+                (_count_two(keys, low, high, step, 1), _count_two(keys, low, high, step, 3)), 0, _add_pairs
+            )
             start = low
             above = high
             for n in tl.static_range(4):
-                num_reached = (counts >> (16 * n)) & 0xFFFF
+                num_reached = ((few if n < 2 else many) >> (16 * (n % 2))) & 0xFFFF
                 mark = tl.minimum(start + (n + 1) * step, above)
                 reached = num_reached >= limit
                 low = tl.where(reached, mark, low)
@@ -157,27 +174,32 @@ def _list_tokens(
     least,
     vocab_size,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Lists all tokens on the key `least` or above by rising id, and returns their number."""
     listed = (is_group & (ordered_key(best) >= least)).to(tl.int32)
     num_listed = tl.sum(listed, 0)
     tl.store(groups_ptr + tl.cumsum(listed, 0) - 1, groups, mask=listed > 0)
     tl.debug_barrier()
-    place = tl.arange(0, WIDTH)
+    # A group's tokens are a row, whose sums stay within a warp.
+    rows = tl.arange(0, LISTED // GROUP)
+    inner = tl.arange(0, GROUP)[None, :]
     count = tl.full((), 0, tl.int32)
-    for start in tl.range(0, num_listed, WIDTH // GROUP, num_stages=3):
-        slot = start + place // GROUP
+    for start in tl.range(0, num_listed, LISTED // GROUP):
+        slot = start + rows
         group = tl.load(groups_ptr + slot, mask=slot < num_listed, other=0)
-        ids = group * GROUP + place % GROUP
-        inside = (slot < num_listed) & (ids < vocab_size)
+        ids = group[:, None] * GROUP + inner
+        inside = (slot < num_listed)[:, None] & (ids < vocab_size)
         x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         taken = inside & (ordered_key(x) >= least)
-        at = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        within = tl.cumsum(taken.to(tl.int32), 1)
+        length = tl.sum(taken.to(tl.int32), 1)
+        before = tl.cumsum(length, 0) - length
+        at = count + before[:, None] + within - 1
         tl.store(values_ptr + at, x, mask=taken)
         tl.store(ids_ptr + at, ids, mask=taken)
-        count += tl.sum(taken.to(tl.int32), 0)
+        count += tl.sum(length, 0)
     tl.debug_barrier()
     return count
 
@@ -228,6 +250,7 @@ def _draw_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # num_groups, padded
     SORTED: tl.constexpr,  # candidates that are sorted
+    LISTED: tl.constexpr,
     WIDTH: tl.constexpr,
     REFUSES: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -265,7 +288,7 @@ def _draw_kernel(
         own_ids_ptr = ids_ptr + row * vocab_size
         length = _list_tokens(
             *(logits_ptr, groups_ptr + row * GROUPS, own_values_ptr, own_ids_ptr, best, groups, is_group, least),
-            *(vocab_size, GROUP, WIDTH),
+            *(vocab_size, GROUP, LISTED),
         )
         if length <= SORTED // 4:
             token = _draw_by_order(
@@ -314,7 +337,7 @@ def draw_rows(
     few = torch.empty((num_rows, tiles.sorted), dtype=torch.int32, device=device)
     groups_each = max(1, PASS // group)
     _groups_kernel[(triton.cdiv(num_groups, groups_each), num_rows)](
-        *(logits, rows.temperature, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
+        *(logits, rows.temperature, rows.top_k, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
         GROUP=group,
         GROUPS=groups_each,
         REFUSES=refuses,
@@ -327,7 +350,8 @@ def draw_rows(
         GROUP=group,
         GROUPS=groups_padded,
         SORTED=tiles.sorted,
-        WIDTH=max(tiles.width, group),
+        LISTED=max(tiles.listed, group),
+        WIDTH=tiles.width,
         REFUSES=refuses,
         num_warps=tiles.num_warps,
         **chained(),

@@ -9,7 +9,7 @@ from kernels.triton_sampling import SAMPLING_TILES, SamplingTiles
 from kernels.triton_sampling import draw_rows as draw_rows_with
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn
 
-TILES = SamplingTiles(sorted=64, width=256) if INTERPRETED else SAMPLING_TILES
+TILES = SamplingTiles(sorted=64, listed=256, width=256) if INTERPRETED else SAMPLING_TILES
 MANY = TILES.sorted + 20  # more than are sorted
 VOCABS = [700, 300] if INTERPRETED else [500, 9000, 151_936, 300_000]
 NUMBERS = [0.31] if INTERPRETED else [1e-9, *(i / 37 for i in range(1, 37)), 1 - 1e-9]
