@@ -20,6 +20,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
+from kernels.triton_chain import chained, follow
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
@@ -179,7 +180,9 @@ def _attend_splits_kernel(
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     group = tl.arange(0, M)
     channels = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)
@@ -328,4 +331,5 @@ def _attend_by_tiles(
         **of_fp8,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **chained(),
     )
