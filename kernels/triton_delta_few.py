@@ -192,6 +192,6 @@ def delta_few(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> 
         LEAST=MIN_LOG_DECAY,
         EPS=UNIT_EPS,
         **chained(),
-        num_warps=4,
+        num_warps=2,
     )
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, follow, lead
 
 NONE = tl.constexpr(HeadNorm.NONE.value)
 CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
@@ -103,7 +103,7 @@ def _turn_kernel(
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, WIDTH)
     cos_ptr += row * cos_stride

@@ -1,10 +1,10 @@
 """Drawing a token from each row of logits without sorting them: the draw of kernels/sampling.py, on the device.
 
 One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and, where it is needed, the
-sum of their exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group and read
-that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few tokens are
-sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where the draw
-falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
+sum of their exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group
+and read that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few
+tokens are sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where
+the draw falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
 
 A row's token follows from its logits, its filters and its number alone. Sums of probabilities are float64 of float32
 exponentials, but for those by which a search narrows its range down, so that a token can differ from the reference's
@@ -290,10 +290,15 @@ def _draw_kernel(
             *(logits_ptr, groups_ptr + row * GROUPS, own_values_ptr, own_ids_ptr, best, groups, is_group, least),
             *(vocab_size, GROUP, LISTED),
         )
-        if length <= SORTED // 4:
+        if length <= SORTED // 8:
             token = _draw_by_order(
                 *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
-                SORTED // 4,
+                SORTED // 8,
+            )
+        elif length <= SORTED // 2:
+            token = _draw_by_order(
+                *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
+                SORTED // 2,
             )
         elif length <= SORTED:
             token = _draw_by_order(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, lead
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -89,7 +89,7 @@ def _merge_kernel(
     GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0)
     head = tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
