@@ -138,7 +138,6 @@ def _step_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
-    EARLY: tl.constexpr,  # the launch before this one does not touch tails
 ):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -147,13 +146,10 @@ def _step_kernel(
     is_old = (age < TAPS - 1) & in_channels[None, :]
     is_new = (age == TAPS - 1) & in_channels[None, :]
     taps = tl.load(taps_ptr + age * CHANNELS + at[None, :], mask=is_old | is_new, other=0.0)
-    if not EARLY:
-        follow(CHAINED)
+    follow(CHAINED)
     tail_ptr = tails_ptr + tl.load(slot_in_ptr + row) * tail_stride
     target_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride
     old = tl.load(tail_ptr + age * CHANNELS + at[None, :], mask=is_old, other=0.0, cache_modifier=".cg")
-    if EARLY:
-        follow(CHAINED)
     new = tl.load(x_ptr + row * x_stride + age * 0 + at[None, :], mask=is_new, other=0.0)
     window = tl.where(age == TAPS - 1, new, old)
     out = _finish(tl.sum(window.to(tl.float32) * taps, 0), bias_ptr, at, in_channels, BIAS, SILU)
@@ -211,13 +207,9 @@ def causal_conv_step(
     slot_out: torch.Tensor,
     weights: ConvWeights,
     *,
-    early: bool = False,
     tiles: StepTiles | None = None,
 ) -> torch.Tensor:
-    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`.
-
-    `early` says that the launch before this one does not touch tails, so that they need not wait for it.
-    """
+    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`."""
     num_rows, channels = x.shape
     _check(x, tails, weights)
     assert slot_in.shape == slot_out.shape == (num_rows,)
@@ -234,7 +226,6 @@ def causal_conv_step(
             SILU=weights.silu,
             BLOCK=tiles.channels,
             **chained(),
-            EARLY=early,
             num_warps=tiles.num_warps,
         )
     return out

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch_table import Bucket, Tunable, one_bucket
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, lead
 
 ROWS_ELEMENTS = 2048  # of short rows that a program takes at once, where nothing was measured
 
@@ -69,7 +69,7 @@ def _rms_norm_kernel(
     inside = (row < num_rows) & (columns < WIDTH)
     x_at = x_ptr + row * x_stride + columns
     weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    follow(CHAINED)
+    lead(CHAINED)
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(addend_ptr + row * addend_stride + columns, mask=inside, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.launch_table import Bucket, Tunable, one_bucket
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, follow, lead
 
 NONE = tl.constexpr(HeadNorm.NONE.value)
 CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
@@ -121,7 +121,7 @@ def _turn_kernel(
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, WIDTH)
     cos_ptr += row * cos_stride
@@ -237,3 +237,49 @@ def turn_and_write(
         num_warps=tiles.num_warps,
     )
     return out
+
+
+@triton.jit
+def _turns_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,  # [num_rows, 2 * HALF]
+    sin_ptr,
+    position_stride,
+    scale,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,  # HALF, padded
+    CHAINED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < HALF
+    frequencies = tl.load(frequencies_ptr + at, mask=inside, other=0.0)
+    follow(CHAINED)
+    angles = tl.load(positions_ptr + row * position_stride).to(tl.float32) * frequencies
+    cos = (tl.cos(angles) * scale).to(cos_ptr.dtype.element_ty)
+    sin = tl.sin(angles) * scale
+    first = row * (2 * HALF) + at
+    tl.store(cos_ptr + first, cos, mask=inside)
+    tl.store(cos_ptr + first + HALF, cos, mask=inside)
+    tl.store(sin_ptr + first, (-sin).to(sin_ptr.dtype.element_ty), mask=inside)
+    tl.store(sin_ptr + first + HALF, sin.to(sin_ptr.dtype.element_ty), mask=inside)
+
+
+def turns(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each row's angles, as kernels/qk_rope.py's: positions [num_rows], frequencies [rotary_dim / 2]."""
+    (num_rows,), (half,) = positions.shape, frequencies.shape
+    assert frequencies.is_contiguous()
+    assert frequencies.dtype == torch.float32
+    cos, sin = torch.empty((2, num_rows, 1, 2 * half), dtype=dtype, device=positions.device)
+    if num_rows:
+        _turns_kernel[(num_rows,)](
+            *(positions, frequencies, cos, sin, positions.stride(0), float(scale)),
+            HALF=half,
+            WIDTH=triton.next_power_of_2(half),
+            **chained(),
+            num_warps=1,
+        )
+    return cos, sin

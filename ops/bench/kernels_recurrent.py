@@ -17,6 +17,7 @@ from kernels.delta_mixer import (
     ProjectedRows,
     delta_decode_reference,
     delta_log_decay,
+    no_arrivals,
     split_heads,
 )
 from kernels.delta_rule import DeltaRows, delta_step
@@ -140,6 +141,7 @@ def _make_delta(mixer: Mixer, num_rows: int, num_slots: int, seed: int) -> Delta
         decay=mixer.decay,
         lower_bound=-5.0,
         gate=OutputGate.SIGMOID if mixer.per_channel else OutputGate.SILU,
+        arrivals=no_arrivals(heads, torch.device(DEVICE)),
     )
     gate = made(num_rows, heads * DIM) if num_rows == num_slots else made(1, heads * DIM)  # a chunk does not read it
     rows = ProjectedRows(made(num_rows, channels), gate, made(num_rows, heads), made(num_rows, mixer.decay_width))
