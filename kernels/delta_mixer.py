@@ -18,6 +18,8 @@ from kernels.gated_norm import rms_norm_sigmoid_gate, rms_norm_silu_gate
 from kernels.kda import kda_chunk
 from kernels.recurrent_slots import RecurrentSlots
 
+COUNTED_ROWS = 4  # of a step, at most, whose programs count each other
+
 
 class DecayKind(Enum):
     """How the projected decay f becomes a log decay, with its bias b and the head's rate r = exp(A_log)."""
@@ -36,7 +38,7 @@ class OutputGate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeltaMixer:
-    """A mixer's parameters between its projections; all fp32."""
+    """A mixer's parameters between its projections, all fp32."""
 
     conv: ConvWeights  # without a bias, with SiLU
     a_log: torch.Tensor  # [Hv]
@@ -46,10 +48,17 @@ class DeltaMixer:
     decay: DecayKind
     lower_bound: float  # of CHANNEL_BOUNDED's log decay; others ignore it
     gate: OutputGate
+    # [rows, Hv] int32 zeros, and zeros they are left: here the programs of a launch over so many rows count each other.
+    arrivals: torch.Tensor
 
     @property
     def per_channel(self) -> bool:
         return self.decay is not DecayKind.HEAD_SOFTPLUS
+
+
+def no_arrivals(heads: int, device: torch.device) -> torch.Tensor:
+    """For a new mixer of so many value heads."""
+    return torch.zeros((COUNTED_ROWS, heads), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)

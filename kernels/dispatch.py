@@ -35,7 +35,7 @@ from kernels.key_tiles import BatchSpan
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.moe import Activation, Mixture, Routing, SigmoidRule
 from kernels.norms import RmsWeights
-from kernels.paged_attention import PagedRows
+from kernels.paged_attention import GatedQueries, PagedRows
 from kernels.qk_rope import HeadNorms, Heads, Places
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.sampling_rows import SamplingRows
@@ -101,6 +101,9 @@ class AttentionForms:
 
     plan: Callable[[PagedRows, AttentionSizes], object]
     attend: Callable[[Tensor, Tensor, Tensor, Any, float], Generator[None, None, Tensor]]
+    # The same times sigmoid(gate), [num_rows, num_heads head_dim].
+    attend_gated: Callable[[GatedQueries, Tensor, Tensor, Any, float], Generator[None, None, Tensor]]
+    turns: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]  # cos and sin of rows' positions
     turn_and_write: Callable[[Heads, Tensor, Tensor, HeadNorms, Places], Tensor]
     span_batch: Callable[[PagedRows, int], BatchSpan | None]  # of a block size; None: rows go sequence by sequence
     latent: LatentAttention
@@ -116,10 +119,8 @@ class RecurrentForms:
     conv_chunk: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     conv_step: Callable[[Tensor, Tensor, Tensor, Tensor, ConvWeights], Tensor]
     delta_step: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
-    delta_from_rows: Callable[[Tensor, Tensor, DeltaMixer, RecurrentSlots], Tensor] | None  # from what is projected
     delta_chunk: Callable[[ProjectedRows, DeltaMixer, RecurrentSlots], Tensor]
     delta_norm: Callable[[Tensor, Tensor, DeltaMixer], Tensor]
-    few_rows: int  # the most that `delta_from_rows` is for
     mamba2_step: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     mamba2_chunk: Callable[[Mamba2Rows, Mamba2Weights, RecurrentSlots], Tensor]
     group_norm: GroupNorm
@@ -133,7 +134,6 @@ class RowForms:
     rms_norm: Callable[[Tensor, RmsWeights], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, RmsWeights], Tensor]
     activate: Callable[[Tensor, Activation], Tensor]
-    gate_heads: Callable[[Tensor, Tensor], Tensor]  # x sigmoid(gate), [num_rows, heads, dim] to [num_rows, heads dim]
     route_softmax: RouteSoftmax
     route_sigmoid: Callable[[Tensor, Tensor, SigmoidRule], Routing]
     experts: Callable[[Tensor, Routing, Tensor, Tensor, Activation], Tensor]
@@ -171,8 +171,11 @@ def _group_norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, *, num_groups:
     return gated_norm.gated_group_rms_norm(x, gate, weight, num_groups=num_groups, eps=eps).to(gate.dtype)
 
 
-def _gate_heads_in_torch(x: Tensor, gate: Tensor) -> Tensor:
-    return torch.sigmoid(gate).mul_(x).flatten(1)
+def _attend_gated_in_torch(
+    queries: GatedQueries, k_plane: Tensor, v_plane: Tensor, plan: Any, scale: float
+) -> Generator[None, None, Tensor]:
+    found = yield from paged_attention.paged_attention(queries.q, k_plane, v_plane, plan, scale)
+    return torch.sigmoid(queries.gate).mul_(found).flatten(1)
 
 
 def _slab_rows(_top_k: int) -> int:
@@ -185,6 +188,8 @@ TORCH = Kernels(
     attention=AttentionForms(
         plan=_plan_in_torch,
         attend=paged_attention.paged_attention,
+        attend_gated=_attend_gated_in_torch,
+        turns=qk_rope.turns,
         turn_and_write=qk_rope.turn_and_write,
         span_batch=_by_sequence,
         latent=mla.mla_attention,
@@ -196,10 +201,8 @@ TORCH = Kernels(
         conv_chunk=slot_forms.causal_conv_chunk,
         conv_step=slot_forms.causal_conv_step,
         delta_step=delta_mixer.delta_decode,
-        delta_from_rows=None,
         delta_chunk=delta_mixer.delta_chunk,
         delta_norm=delta_mixer.delta_norm,
-        few_rows=0,
         mamba2_step=slot_forms.mamba2_step,
         mamba2_chunk=slot_forms.mamba2_chunk,
         group_norm=_group_norm_in_torch,
@@ -209,7 +212,6 @@ TORCH = Kernels(
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         activate=moe.activate,
-        gate_heads=_gate_heads_in_torch,
         route_softmax=moe.route_softmax,
         route_sigmoid=moe.route_sigmoid,
         experts=moe.grouped_experts,

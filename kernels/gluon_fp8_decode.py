@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_paged_prefill import is_available
+from kernels.triton_chain import chained, follow
 from kernels.triton_softmax import LN2, LOG2E
 
 BLOCK = 64  # tokens of a block
@@ -243,7 +244,9 @@ def _attend_splits_kernel(
     DIM: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):
+    follow(CHAINED)
     num_items = gl.load(first_ptr + num_rows)
     k_ring = gl.allocate_shared_memory(k_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], k_bulk.layout)
     v_ring = gl.allocate_shared_memory(v_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], v_bulk.layout)
@@ -352,6 +355,7 @@ def attend_splits(
         num_warps=4,
         # Two groups of four warps each; what the copying one does not need, the other takes.
         maxnreg=min(128, 65_536 // (256 * resident.programs) // 8 * 8),
+        **chained(),
     )
 
 

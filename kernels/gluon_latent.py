@@ -40,6 +40,7 @@ from kernels.gluon_latent_tiles import (
     split_of,
 )
 from kernels.gluon_paged_prefill import is_available
+from kernels.triton_chain import chained, follow
 from kernels.triton_paged_decode import NUM_MULTIPROCESSORS, DecodePlan
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import LOG2E, Parts, merge_partials, merge_ragged
@@ -221,7 +222,9 @@ def _attend_splits_kernel(
     scale,
     table_stride,
     SPLIT: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):
+    follow(CHAINED)
     head = gl.program_id(0) * HEADS
     num_items = gl.load(first_ptr + num_rows)
     work = (first_ptr, item_rows_ptr, num_keys_ptr)
@@ -268,7 +271,9 @@ def _attend_selected_kernel(
     POOL: gl.constexpr,
     SPLIT: gl.constexpr,
     WITH_LSE: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):
+    follow(CHAINED)
     head = gl.program_id(0) * HEADS
     num_items = num_rows * num_splits
     work = (num_splits, width * POOL + POOL - 1)
@@ -322,6 +327,7 @@ def grouped_mla(q: torch.Tensor, plane: torch.Tensor, plan: DecodePlan, *, scale
         plan.rows.block_tables.stride(0),
         SPLIT=plan.split,
         num_warps=4,
+        **chained(),
     )
     out = torch.empty((num_rows, num_heads, LATENT_DIM), dtype=q.dtype, device=q.device)
     merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out)
@@ -366,6 +372,7 @@ def grouped_sparse_mla(
         SPLIT=split,
         WITH_LSE=lses is not None,
         num_warps=4,
+        **chained(),
     )
     if lses is not None:
         merge_partials(outs, lses, out, None)

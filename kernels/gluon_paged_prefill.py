@@ -10,18 +10,33 @@ interface is experimental; `is_available` says whether this Triton has it.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
+from dataclasses import dataclass
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.launch_table import Tunable, one_bucket
 from kernels.triton_paged_prefill import PrefillPlan
 
 BLOCK = 64  # tokens of a block
 HEAD_DIMS = (64, 128, 256)
 ROWS_PER_TILE = 128  # of a program: two groups of GROUP_ROWS
 GROUP_ROWS = gl.constexpr(64)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTiles:
+    """How a launch runs; blocks are folded one by one in any case."""
+
+    num_stages: int  # blocks of keys and of values in flight
+
+
+GROUPS = Tunable(
+    "grouped_prefill", ("head_dim",), lambda head_dim: one_bucket(GroupTiles(2 if head_dim == 256 else 3)), neutral=True
+)
 
 
 def is_available() -> bool:
@@ -195,7 +210,7 @@ def grouped_prefill(
     scale: float,
     *,
     out: torch.Tensor | None = None,
-    num_stages: int | None = None,
+    tiles: GroupTiles | None = None,
 ) -> torch.Tensor:
     """As `paged_prefill`, for what `is_fit` says and a plan with tiles of ROWS_PER_TILE rows."""
     num_rows, num_heads, head_dim = q.shape
@@ -216,7 +231,7 @@ def grouped_prefill(
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     assert out.is_contiguous()
-    stages = num_stages or (2 if head_dim == 256 else 3)  # what was fastest on an H200
+    tiles = tiles or GROUPS.look_up(q.device, head_dim=head_dim)
     k_bulk, v_bulk = (_descriptor(plane) for plane in (k_plane, v_plane))
     _attend_chunk_kernel[(plan.tiles.shape[0], num_heads)](
         q,
@@ -233,7 +248,7 @@ def grouped_prefill(
         GROUP=num_heads // num_kv_heads,
         KEYS=block_size,
         DIM=head_dim,
-        STAGES=stages,
+        STAGES=tiles.num_stages,
         Q_SHARED=head_dim == 256,
         num_warps=4,
     )

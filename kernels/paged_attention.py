@@ -46,6 +46,14 @@ def paged_attention_reference(
 
 
 @dataclass(frozen=True, slots=True)
+class GatedQueries:
+    """Queries, and the gates whose sigmoid is the last factor of what they find: [num_rows, num_heads, head_dim]."""
+
+    q: torch.Tensor
+    gate: torch.Tensor  # rows and heads at any stride
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRows:
     """Where a batch's rows and their keys are: rows [cu_rows[s], cu_rows[s + 1]) sit at positions from starts[s]."""
 

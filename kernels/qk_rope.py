@@ -83,6 +83,20 @@ def turn_and_write(
     return q
 
 
+def turns(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each row's angles, [num_rows, 1, rotary_dim] each: worked out in float32, scaled, then cast.
+
+    Frequencies are [rotary_dim / 2] float32 and belong to both halves; the sign of the half-rotation is in sin.
+    """
+    angles = positions.float()[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos.mul_(scale), sin.mul_(scale)
+    return torch.cat((cos, cos), -1).to(dtype).unsqueeze(1), torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates each head's leading dimensions, first half against second: [num_rows, heads, head_dim], a new tensor.
 

@@ -6,6 +6,8 @@ import torch
 
 from kernels.sampling import Filters, draw
 
+NOT_FINITE = -1  # in place of a token: the row's logits are not numbers
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -32,7 +34,7 @@ class SamplingRows:
 
 
 def draw_rows(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """A token of each row of logits [rows, vocab]: [rows] int64."""
+    """A token of each row of logits [rows, vocab], NOT_FINITE where one is no finite number: [rows] int64."""
     rows.check(logits.shape[0])
     tokens: list[int] = []
     for r in range(logits.shape[0]):
@@ -42,5 +44,6 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
             top_p=float(rows.top_p[r]),
             min_p=float(rows.min_p[r]),
         )
-        tokens.append(draw(logits[r].float(), filters, float(rows.number[r])))
+        is_finite = bool(logits[r].isfinite().all())
+        tokens.append(draw(logits[r].float(), filters, float(rows.number[r])) if is_finite else NOT_FINITE)
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_fit
-from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
+from kernels.paged_attention import MAX_NARROW_ROWS, GatedQueries, PagedRows
+from kernels.triton_activate import gate_heads
 from kernels.triton_paged_decode import DecodePlan, DecodeRows, decode_tiles, num_splits, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, PrefillPlan, paged_prefill, plan_prefill, prefill_tiles
 
@@ -94,3 +95,14 @@ def paged_attention(
         assert plan.decode_rows is not None
         out[plan.decode_rows] = paged_decode(q[plan.decode_rows], k_plane, v_plane, plan.decode, scale)
     return out
+
+
+def gated_attention(
+    queries: GatedQueries, k_plane: torch.Tensor, v_plane: torch.Tensor, plan: TritonPlan, scale: float
+) -> Generator[None, None, torch.Tensor]:
+    """The same times sigmoid(gate), [num_rows, num_heads * head_dim]; a step's merge of splits takes the gate along."""
+    if plan.prefill is None:
+        assert plan.decode is not None
+        return paged_decode(queries.q, k_plane, v_plane, plan.decode, scale, gate=queries.gate).flatten(1)
+    found = yield from paged_attention(queries.q, k_plane, v_plane, plan, scale)
+    return gate_heads(found, queries.gate)

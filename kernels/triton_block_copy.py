@@ -8,11 +8,25 @@ has. Either side may lie in device memory or in pinned host memory, which the de
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-WORDS = 4096  # int32 that a program moves: 16 KiB
+from kernels.launch_table import Tunable, one_bucket
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTiles:
+    """How rows are cut."""
+
+    words: int  # int32 that a program moves
+    num_warps: int
+
+
+# By whether one side is in host memory: then the link is what bounds the time.
+MOVE = Tunable("move_rows", ("over_link",), lambda _: one_bucket(CopyTiles(4096, 8)), neutral=True)
 
 
 @triton.jit
@@ -49,14 +63,25 @@ def scatter_images(images: torch.Tensor, pool: torch.Tensor, ids: torch.Tensor) 
     _move(images, None, pool, ids)
 
 
-def move_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:
+def move_rows(
+    source: torch.Tensor,
+    source_ids: torch.Tensor,
+    target: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    tiles: CopyTiles | None = None,
+) -> None:
     """Copies rows `source_ids` [n] int64 of one byte matrix to rows `target_ids` [n], all different, of another."""
     assert source_ids.shape == target_ids.shape
-    _move(source, source_ids, target, target_ids)
+    _move(source, source_ids, target, target_ids, tiles)
 
 
 def _move(
-    source: torch.Tensor, source_ids: torch.Tensor | None, target: torch.Tensor, target_ids: torch.Tensor | None
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    tiles: CopyTiles | None = None,
 ) -> None:
     ids = source_ids if source_ids is not None else target_ids
     assert ids is not None
@@ -72,7 +97,8 @@ def _move(
     if ids.shape[0] == 0 or row_bytes == 0:
         return
     from_words, to_words = source.view(torch.int32), target.view(torch.int32)
-    _move_kernel[(ids.shape[0], triton.cdiv(row_bytes // 4, WORDS))](
+    tiles = tiles or MOVE.look_up(ids.device, over_link=int(source.device != target.device))
+    _move_kernel[(ids.shape[0], triton.cdiv(row_bytes // 4, tiles.words))](
         from_words,
         ids if source_ids is None else source_ids,
         to_words,
@@ -80,8 +106,8 @@ def _move(
         from_words.stride(0),
         to_words.stride(0),
         row_bytes // 4,
-        WORDS=WORDS,
+        WORDS=tiles.words,
         FROM_IDS=source_ids is not None,
         TO_IDS=target_ids is not None,
-        num_warps=8,
+        num_warps=tiles.num_warps,
     )

@@ -9,16 +9,39 @@ may be the same. A decode row's channels each have one program, which reads befo
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.causal_conv import ConvWeights
+from kernels.launch_table import Tunable, one_bucket
 from kernels.triton_chain import chained, follow
 
-CHUNK_ROWS = 32
-CHUNK_CHANNELS = 128
-STEP_CHANNELS = 512
+TAIL_CHANNELS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTiles:
+    """How a chunk is cut; a channel's taps are summed one by one, whatever the tile."""
+
+    rows: int  # that a program goes down
+    channels: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """How decode rows are cut. It decides in which order taps are summed."""
+
+    channels: int  # of a program
+    num_warps: int
+
+
+CHUNK_TILES = ChunkTiles(rows=16, channels=256, num_warps=2)
+CHUNK = Tunable("causal_conv_chunk", ("channels",), lambda _: one_bucket(CHUNK_TILES), neutral=True)
+STEP = Tunable("causal_conv_step", ("channels",), lambda _: one_bucket(StepTiles(512, 4)), neutral=False)
 
 
 @triton.jit
@@ -50,21 +73,25 @@ def _chunk_kernel(
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_channels = at < CHANNELS
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    first = tl.program_id(1).to(tl.int64) * ROWS
     tail_ptr = tails_ptr + tl.load(slot_ptr) * tail_stride
-    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    taps = ()
+    window = ()  # rows from TAPS - 1 before the first on, each read once, and all before anything is written
     for j in tl.static_range(TAPS):
-        source = row - (TAPS - 1 - j)
-        now = (source >= 0) & (source < num_rows) & in_channels[None, :]
-        x = tl.load(x_ptr + source * x_stride + at[None, :], mask=now, other=0.0)
-        if j < TAPS - 1:
-            past = (source < 0) & in_channels[None, :]
-            old = tl.load(tail_ptr + (source + TAPS - 1) * CHANNELS + at[None, :], mask=past, other=0.0)
-            x = tl.where(source < 0, old, x)
-        acc += x.to(tl.float32) * tl.load(taps_ptr + j * CHANNELS + at, mask=in_channels, other=0.0)[None, :]
-    out = _finish(acc, bias_ptr, at[None, :], in_channels[None, :], BIAS, SILU)
-    inside = (row < num_rows) & in_channels[None, :]
-    tl.store(out_ptr + row * CHANNELS + at[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        taps += (tl.load(taps_ptr + j * CHANNELS + at, mask=in_channels, other=0.0),)
+    for j in tl.static_range(TAPS - 1):
+        row = first - (TAPS - 1 - j)
+        old = tl.load(tail_ptr + (row + TAPS - 1) * CHANNELS + at, mask=in_channels & (row < 0), other=0.0)
+        new = tl.load(x_ptr + row * x_stride + at, mask=in_channels & (row >= 0) & (row < num_rows), other=0.0)
+        window += (tl.where(row < 0, old, new),)
+    for i in tl.static_range(ROWS):
+        window += (tl.load(x_ptr + (first + i) * x_stride + at, mask=in_channels & (first + i < num_rows), other=0.0),)
+    for i in tl.static_range(ROWS):
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(TAPS):
+            acc += window[i + j].to(tl.float32) * taps[j]
+        out = _finish(acc, bias_ptr, at, in_channels, BIAS, SILU).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first + i) * CHANNELS + at, out, mask=in_channels & (first + i < num_rows))
 
 
 @triton.jit
@@ -111,7 +138,6 @@ def _step_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
-    EARLY: tl.constexpr,  # the launch before this one does not touch tails
 ):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,13 +146,10 @@ def _step_kernel(
     is_old = (age < TAPS - 1) & in_channels[None, :]
     is_new = (age == TAPS - 1) & in_channels[None, :]
     taps = tl.load(taps_ptr + age * CHANNELS + at[None, :], mask=is_old | is_new, other=0.0)
-    if not EARLY:
-        follow(CHAINED)
+    follow(CHAINED)
     tail_ptr = tails_ptr + tl.load(slot_in_ptr + row) * tail_stride
     target_ptr = tails_ptr + tl.load(slot_out_ptr + row) * tail_stride
     old = tl.load(tail_ptr + age * CHANNELS + at[None, :], mask=is_old, other=0.0, cache_modifier=".cg")
-    if EARLY:
-        follow(CHAINED)
     new = tl.load(x_ptr + row * x_stride + age * 0 + at[None, :], mask=is_new, other=0.0)
     window = tl.where(age == TAPS - 1, new, old)
     out = _finish(tl.sum(window.to(tl.float32) * taps, 0), bias_ptr, at, in_channels, BIAS, SILU)
@@ -137,7 +160,13 @@ def _step_kernel(
 
 
 def causal_conv_chunk(
-    x: torch.Tensor, tails: torch.Tensor, slot_in: torch.Tensor, slot_out: torch.Tensor, weights: ConvWeights
+    x: torch.Tensor,
+    tails: torch.Tensor,
+    slot_in: torch.Tensor,
+    slot_out: torch.Tensor,
+    weights: ConvWeights,
+    *,
+    tiles: ChunkTiles | None = None,
 ) -> torch.Tensor:
     """Rows [rows, channels] of one sequence; its tail is read at slot_in and written at slot_out, each [1] int64.
 
@@ -148,24 +177,24 @@ def causal_conv_chunk(
     assert slot_in.shape == slot_out.shape == (1,)
     out = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
     taps = weights.taps.shape[0]
-    grid = (triton.cdiv(channels, CHUNK_CHANNELS), triton.cdiv(max(1, num_rows), CHUNK_ROWS))
     if num_rows:
-        _chunk_kernel[grid](
+        tiles = tiles or CHUNK.look_up(x.device, num_rows=num_rows, channels=channels)
+        _chunk_kernel[(triton.cdiv(channels, tiles.channels), triton.cdiv(num_rows, tiles.rows))](
             *(x, tails, slot_in, weights.taps, weights.bias, out, num_rows, x.stride(0), tails.stride(0)),
             CHANNELS=channels,
             TAPS=taps,
             BIAS=weights.bias is not None,
             SILU=weights.silu,
-            ROWS=CHUNK_ROWS,
-            BLOCK=CHUNK_CHANNELS,
-            num_warps=4,
+            ROWS=tiles.rows,
+            BLOCK=tiles.channels,
+            num_warps=tiles.num_warps,
         )
-    _tail_kernel[(triton.cdiv(channels, STEP_CHANNELS),)](
+    _tail_kernel[(triton.cdiv(channels, TAIL_CHANNELS),)](
         *(x, tails, slot_in, slot_out, num_rows, x.stride(0), tails.stride(0)),
         CHANNELS=channels,
         TAPS=taps,
         PADDED=triton.next_power_of_2(taps - 1),
-        BLOCK=STEP_CHANNELS,
+        BLOCK=TAIL_CHANNELS,
         num_warps=4,
     )
     return out
@@ -178,29 +207,26 @@ def causal_conv_step(
     slot_out: torch.Tensor,
     weights: ConvWeights,
     *,
-    early: bool = False,
+    tiles: StepTiles | None = None,
 ) -> torch.Tensor:
-    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`.
-
-    `early` says that the launch before this one does not touch tails, so that they need not wait for it.
-    """
+    """One row [rows, channels] of each of several sequences, whose slots are [rows] int64; as `causal_conv_chunk`."""
     num_rows, channels = x.shape
     _check(x, tails, weights)
     assert slot_in.shape == slot_out.shape == (num_rows,)
     out = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
     if num_rows:
         taps = weights.taps.shape[0]
-        _step_kernel[(triton.cdiv(channels, STEP_CHANNELS), num_rows)](
+        tiles = tiles or STEP.look_up(x.device, channels=channels)
+        _step_kernel[(triton.cdiv(channels, tiles.channels), num_rows)](
             *(x, tails, slot_in, slot_out, weights.taps, weights.bias, out, x.stride(0), tails.stride(0)),
             CHANNELS=channels,
             TAPS=taps,
             PADDED=triton.next_power_of_2(taps),
             BIAS=weights.bias is not None,
             SILU=weights.silu,
-            BLOCK=STEP_CHANNELS,
+            BLOCK=tiles.channels,
             **chained(),
-            EARLY=early,
-            num_warps=4,
+            num_warps=tiles.num_warps,
         )
     return out
 

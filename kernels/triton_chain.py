@@ -6,6 +6,10 @@ chained launch is on the multiprocessors by then, with its weights on the way. T
 - Every program calls `follow` before it reads what the launch before it writes, and before it writes anything.
 - Nobody lets the next launch begin before `follow` has returned. So what is read before `follow` may come from any
   launch but the last: a weight, or a state that a step before this one wrote.
+
+A launch of few programs calls `lead` in place of `follow`: what comes after it may begin even before the launch before
+it is over. What that one reads before its wait may come from any launch but the last two. Kernels that read there what
+is no weight (experts' ids, states, tails) come after a product, and products follow.
 """
 
 # What is compiled by Triton has no types.
@@ -30,9 +34,17 @@ def follow(CHAINED: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def lead(CHAINED: tl.constexpr):
+    """As `follow`, but the next launch may begin before this one's wait is over."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
 @cache
 def chained() -> dict[str, bool]:
-    """Launch arguments of a kernel that calls `follow`; the card of a process does not change."""
+    """Launch arguments of a kernel that calls `follow` or `lead`; the card of a process does not change."""
     if knobs.runtime.interpret:
         return {"CHAINED": False}
     target = driver.active.get_current_target()

@@ -17,6 +17,7 @@ compute the same.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
 from functools import partial
+from itertools import accumulate
 
 import torch
 import triton
@@ -35,7 +36,7 @@ from kernels.triton_softmax import LOG2E
 LEAST_CHANNEL_DECAY = -60.0
 STRIP = 16  # rows of a block on the diagonal that a bounded decay meets at once
 LEAST_PIECE_CHUNKS = 64  # inner chunks that are worth a launch of their own
-PIECES = 4  # of a long sequence: terms of one are worked out beside the scan of the one before
+PIECES = 6  # of a long sequence: terms of one are worked out beside the scan of the one before
 KEYS_AT_ONCE = 32  # channels that a program of a decay a channel takes at once
 LEAST_STRIP_DECAY = -5.0  # a row: 8 of them to either side are e^40, and their products e^80
 
@@ -315,10 +316,14 @@ def delta_chunk(
 
 
 def _pieces(num_rows: int, most: int) -> list[tuple[int, int]]:
-    """Cuts rows [0, num_rows) into `most` pieces of whole inner chunks, or fewer where they would be short."""
+    """Cuts rows [0, num_rows) into `most` pieces of whole inner chunks, or fewer where they would be short.
+
+    The first one's terms and the last one's scan have nothing beside them: these two are two thirds as long.
+    """
     num_chunks = -(-num_rows // INNER)
     count = max(1, min(most, num_chunks // LEAST_PIECE_CHUNKS))
-    ends = [min(num_rows, INNER * -(-num_chunks * (i + 1) // count)) for i in range(count)]
+    shares = [2, *[3] * (count - 2), 2] if count > 1 else [1]
+    ends = [min(num_rows, INNER * -(-num_chunks * part // sum(shares))) for part in accumulate(shares)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 

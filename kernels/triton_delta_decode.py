@@ -55,7 +55,7 @@ def _load_inputs(x_ptr, tail_ptr, taps_ptr, at, inside, CHANNELS: tl.constexpr, 
 
 
 @triton.jit
-def _convolve(inputs, taps, TAPS: tl.constexpr):
+def convolve(inputs, taps, TAPS: tl.constexpr):
     """SiLU of the convolution, rounded as a chunk's convolution rounds it, in float32."""
     acc = inputs[0].to(tl.float32) * taps[0]
     for j in tl.static_range(1, TAPS):
@@ -64,7 +64,7 @@ def _convolve(inputs, taps, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _move_tail(inputs, tail_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+def move_tail(inputs, tail_ptr, at, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """Writes the tail after the row."""
     for j in tl.static_range(1, TAPS):
         tl.store(tail_ptr + (j - 1) * CHANNELS + at, inputs[j], mask=inside)
@@ -78,12 +78,12 @@ def _load_state(ptr, tile, keys, DK: tl.constexpr, DV: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _add_pairs(a_0, a_1, b_0, b_1):
+def add_pairs(a_0, a_1, b_0, b_1):
     return a_0 + b_0, a_1 + b_1
 
 
 @triton.jit
-def _add_triples(a_0, a_1, a_2, b_0, b_1, b_2):
+def add_triples(a_0, a_1, a_2, b_0, b_1, b_2):
     return a_0 + b_0, a_1 + b_1, a_2 + b_2
 
 
@@ -168,19 +168,19 @@ def _delta_decode_kernel(
     norm = tl.load(norm_ptr + values, mask=values < DV, other=0.0)
     next_state = _load_state(from_ptr, 0, keys, DK, DV, TILE, TILES)
 
-    k = _convolve(k_inputs, k_taps, TAPS)
-    q = _convolve(q_inputs, q_taps, TAPS)
-    v = _convolve(v_inputs, v_taps, TAPS)
-    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
+    k = convolve(k_inputs, k_taps, TAPS)
+    q = convolve(q_inputs, q_taps, TAPS)
+    v = convolve(v_inputs, v_taps, TAPS)
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add_triples)
     unit_q = tl.rsqrt(qq + EPS) * (DK**-0.5)
     unit_k = tl.rsqrt(kk + EPS)
     q *= unit_q
     k *= unit_k
     qk *= unit_q * unit_k
     tl.debug_barrier()  # threads may hold copies of a value: all have read the old tail before it is written
-    _move_tail(q_inputs, target_ptr, q_at, in_keys, CHANNELS, TAPS)
-    _move_tail(k_inputs, target_ptr, k_at, in_keys, CHANNELS, TAPS)
-    _move_tail(v_inputs, target_ptr, v_at, in_values, CHANNELS, TAPS)
+    move_tail(q_inputs, target_ptr, q_at, in_keys, CHANNELS, TAPS)
+    move_tail(k_inputs, target_ptr, k_at, in_keys, CHANNELS, TAPS)
+    move_tail(v_inputs, target_ptr, v_at, in_values, CHANNELS, TAPS)
     beta = tl.sigmoid(beta.to(tl.float32))
     rate = tl.exp(a_log)
     raised = f.to(tl.float32) + bias
@@ -202,7 +202,7 @@ def _delta_decode_kernel(
             state *= tl.sum(tl.where(repeat == tile // TILES, keep, 0.0), 0)
         else:
             state *= keep[:, None]
-        k_read, q_read = tl.reduce((k[:, None] * state, q[:, None] * state), 0, _add_pairs)
+        k_read, q_read = tl.reduce((k[:, None] * state, q[:, None] * state), 0, add_pairs)
         delta = tl.sum(tl.where(is_tile, v, 0.0), 0) - k_read
         delta *= tl.sum(tl.where(repeat == tile // TILES, beta, 0.0), 0)
         out = q_read + qk * delta
@@ -226,29 +226,9 @@ def delta_decode(
     rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots, *, tiles: DeltaDecodeTiles | None = None
 ) -> torch.Tensor:
     """One row of each of several sequences; reads and writes their slots. Returns [rows, Hv dv] as `mixed`'s dtype."""
-    num_rows, channels = rows.mixed.shape
+    num_rows = rows.mixed.shape[0]
     heads, dk, dv = slots.states.shape[1:]
-    taps = mixer.conv.taps.shape[0]
-    k_heads = (channels - heads * dv) // (2 * dk)
-    slots.check(num_rows)
-    assert channels == 2 * k_heads * dk + heads * dv
-    assert heads % k_heads == 0, f"{k_heads} key heads do not divide {heads} value heads"
-    assert not mixer.per_channel or k_heads == heads, "a decay a channel has a key head for every value head"
-    assert slots.tails.shape[1:] == (taps - 1, channels)
-    assert slots.tails.dtype == rows.mixed.dtype
-    assert mixer.conv.taps.shape == (taps, channels)
-    assert mixer.conv.taps.is_contiguous()
-    assert mixer.conv.silu
-    assert mixer.conv.bias is None
-    assert mixer.a_log.shape == (heads,)
-    assert mixer.dt_bias.shape == ((heads * dk,) if mixer.per_channel else (heads,))
-    assert mixer.norm.shape == (dv,)
-    assert mixer.a_log.dtype == mixer.dt_bias.dtype == mixer.norm.dtype == mixer.conv.taps.dtype == torch.float32
-    assert rows.gate.shape == (num_rows, heads * dv)
-    assert rows.beta.shape == (num_rows, heads)
-    assert rows.decay.shape == (num_rows, mixer.dt_bias.shape[0])
-    for part in (rows.mixed, rows.gate, rows.beta, rows.decay):
-        assert part.stride(1) == 1, "columns are side by side"
+    k_heads = check_step(rows, mixer, slots)
     out = torch.empty((num_rows, heads * dv), dtype=rows.mixed.dtype, device=rows.mixed.device)
     if num_rows == 0:
         return out
@@ -281,7 +261,7 @@ def delta_decode(
         DV=dv,
         BK=triton.next_power_of_2(dk),
         BV=triton.next_power_of_2(dv),
-        TAPS=taps,
+        TAPS=mixer.conv.taps.shape[0],
         DECAY=mixer.decay.value,
         SIGMOID=mixer.gate is OutputGate.SIGMOID,
         LEAST=MIN_LOG_DECAY,
@@ -291,3 +271,31 @@ def delta_decode(
         num_warps=tiles.num_warps,
     )
     return out
+
+
+def check_step(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> int:
+    """Asserts that shapes, dtypes and strides of a step fit together; returns the number of key heads."""
+    num_rows, channels = rows.mixed.shape
+    heads, dk, dv = slots.states.shape[1:]
+    taps = mixer.conv.taps.shape[0]
+    k_heads = (channels - heads * dv) // (2 * dk)
+    slots.check(num_rows)
+    assert channels == 2 * k_heads * dk + heads * dv
+    assert heads % k_heads == 0, f"{k_heads} key heads do not divide {heads} value heads"
+    assert not mixer.per_channel or k_heads == heads, "a decay a channel has a key head for every value head"
+    assert slots.tails.shape[1:] == (taps - 1, channels)
+    assert slots.tails.dtype == rows.mixed.dtype
+    assert mixer.conv.taps.shape == (taps, channels)
+    assert mixer.conv.taps.is_contiguous()
+    assert mixer.conv.silu
+    assert mixer.conv.bias is None
+    assert mixer.a_log.shape == (heads,)
+    assert mixer.dt_bias.shape == ((heads * dk,) if mixer.per_channel else (heads,))
+    assert mixer.norm.shape == (dv,)
+    assert mixer.a_log.dtype == mixer.dt_bias.dtype == mixer.norm.dtype == mixer.conv.taps.dtype == torch.float32
+    assert rows.gate.shape == (num_rows, heads * dv)
+    assert rows.beta.shape == (num_rows, heads)
+    assert rows.decay.shape == (num_rows, mixer.dt_bias.shape[0])
+    for part in (rows.mixed, rows.gate, rows.beta, rows.decay):
+        assert part.stride(1) == 1, "columns are side by side"
+    return k_heads

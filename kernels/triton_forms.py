@@ -21,12 +21,13 @@ from kernels import (
     triton_sampling,
     triton_spans,
 )
-from kernels.delta_mixer import DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import COUNTED_ROWS, DeltaMixer, OutputGate, ProjectedRows
 from kernels.dispatch import AttentionForms, AttentionSizes, Kernels, RecurrentForms, RowForms
 from kernels.norms import RmsWeights
 from kernels.paged_attention import PagedRows
 from kernels.qk_rope import HeadNorms, Heads, Places
 from kernels.recurrent_slots import RecurrentSlots
+from kernels.sampling_rows import SamplingRows
 
 
 def _plan(rows: PagedRows, sizes: AttentionSizes) -> triton_attention.TritonPlan:
@@ -48,7 +49,7 @@ def _add_rms_norm(hidden: torch.Tensor, addend: torch.Tensor, norm: RmsWeights) 
 
 
 def _delta_step(rows: ProjectedRows, mixer: DeltaMixer, slots: RecurrentSlots) -> torch.Tensor:
-    if rows.mixed.shape[0] <= triton_few_linear.FEW_ROWS:
+    if rows.mixed.shape[0] <= COUNTED_ROWS:
         return triton_delta_few.delta_few(rows, mixer, slots)
     return triton_delta_decode.delta_decode(rows, mixer, slots)
 
@@ -63,12 +64,18 @@ def _expert_rows(top_k: int) -> int:
     return triton_routing.MOST_BLOCKS * triton_routing.BLOCK // top_k
 
 
+def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    return triton_sampling.draw_rows(logits, rows, refuses=True)
+
+
 TRITON = Kernels(
     name="triton",
     replays=True,
     attention=AttentionForms(
         plan=_plan,
         attend=triton_attention.paged_attention,
+        attend_gated=triton_attention.gated_attention,
+        turns=triton_qk_rope.turns,
         turn_and_write=_turn_and_write,
         span_batch=triton_spans.span_batch,
         latent=triton_spans.mla_attention,
@@ -80,10 +87,8 @@ TRITON = Kernels(
         conv_chunk=triton_causal_conv.causal_conv_chunk,
         conv_step=triton_causal_conv.causal_conv_step,
         delta_step=_delta_step,
-        delta_from_rows=triton_delta_few.delta_from_rows,
         delta_chunk=triton_delta_chunk.delta_chunk,
         delta_norm=_delta_norm,
-        few_rows=triton_few_linear.FEW_ROWS,
         mamba2_step=triton_mamba2.mamba2_step,
         mamba2_chunk=triton_mamba2.mamba2_chunk,
         group_norm=triton_norms.gated_group_rms_norm,
@@ -93,7 +98,6 @@ TRITON = Kernels(
         rms_norm=_rms_norm,
         add_rms_norm=_add_rms_norm,
         activate=triton_activate.activate,
-        gate_heads=triton_activate.gate_heads,
         route_softmax=triton_routing.route_softmax,
         route_sigmoid=triton_routing.route_sigmoid,
         experts=triton_moe.grouped_experts,
@@ -102,7 +106,7 @@ TRITON = Kernels(
         few_rows=triton_few_linear.FEW_ROWS,
         mix_streams=triton_hyper_connections.mix_streams,
         inject=triton_hyper_connections.inject,
-        draw=triton_sampling.draw_rows,
+        draw=_draw,
     ),
     move_rows=triton_block_copy.move_rows,
 )

@@ -10,16 +10,40 @@ the streams; a third puts the block's output back. All arithmetic is fp32.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.hyper_connections import HyperMix, HyperRule, HyperWeights
+from kernels.launch_table import Tunable, one_bucket
 
-SLICE = 2048  # values of a row that one program sums
-INNER = 128
-ROWS = 16
-COLUMNS = 1024
+
+@dataclass(frozen=True, slots=True)
+class SumTiles:
+    """How the product with a narrow matrix is cut; all of it reaches the order of sums."""
+
+    rows: int  # of a program
+    inner: int  # values of a row that are summed at once
+    slice: int  # that one program sums, a multiple of `inner`
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnTiles:
+    """How rows are cut where streams are summed."""
+
+    columns: int  # of a program, a power of two
+    num_warps: int
+
+
+SUM_TILES = SumTiles(rows=16, inner=128, slice=2048, num_warps=4, num_stages=3)
+SHAPE = ("streams", "width")
+SUM = Tunable("hyper_sum", SHAPE, lambda *_: one_bucket(SUM_TILES), neutral=False)
+MIX = Tunable("hyper_mix", SHAPE, lambda *_: one_bucket(ColumnTiles(1024, 4)), neutral=False)
+INJECT = Tunable("hyper_inject", SHAPE, lambda *_: one_bucket(ColumnTiles(1024, 4)), neutral=False)
 
 
 @triton.jit
@@ -128,7 +152,14 @@ def _inject_kernel(
         tl.store(out_ptr + at + j * WIDTH, new.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def mix_streams(streams: torch.Tensor, weights: HyperWeights, rule: HyperRule) -> HyperMix:
+def mix_streams(
+    streams: torch.Tensor,
+    weights: HyperWeights,
+    rule: HyperRule,
+    *,
+    sum_tiles: SumTiles | None = None,
+    mix_tiles: ColumnTiles | None = None,
+) -> HyperMix:
     """As kernels/hyper_connections.py's, of streams [N, n, D] contiguous, with n a power of two."""
     num_rows, n, width = streams.shape
     mixes = (2 + n) * n
@@ -146,21 +177,23 @@ def mix_streams(streams: torch.Tensor, weights: HyperWeights, rule: HyperRule) -
     post = torch.empty((num_rows, n), dtype=torch.float32, device=device)
     comb = torch.empty((num_rows, n, n), dtype=torch.float32, device=device)
     if num_rows:
-        num_slices = triton.cdiv(n * width, SLICE)
+        cut = sum_tiles or SUM.look_up(device, streams=n, width=width)
+        num_slices = triton.cdiv(n * width, cut.slice)
         padded = triton.next_power_of_2(mixes + 1)
         sums = torch.empty((num_rows, num_slices, padded), dtype=torch.float32, device=device)
-        _sum_kernel[(num_slices, triton.cdiv(num_rows, ROWS))](
+        _sum_kernel[(num_slices, triton.cdiv(num_rows, cut.rows))](
             *(streams, weights.fn, sums, num_rows, num_slices),
             WIDTH=n * width,
             MIXES=mixes,
             PADDED=padded,
-            M=ROWS,
-            K=INNER,
-            SLICE_LEN=SLICE,
-            num_warps=4,
-            num_stages=3,
+            M=cut.rows,
+            K=cut.inner,
+            SLICE_LEN=cut.slice,
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
         )
-        block = min(COLUMNS, triton.next_power_of_2(width))
+        mix_tiles = mix_tiles or MIX.look_up(device, streams=n, width=width)
+        block = min(mix_tiles.columns, triton.next_power_of_2(width))
         _mix_kernel[(num_rows, triton.cdiv(width, block))](
             *(streams, sums, weights.base, weights.scale, collapsed, post, comb),
             *(num_slices, rule.norm_eps, rule.eps, rule.iterations),
@@ -169,12 +202,14 @@ def mix_streams(streams: torch.Tensor, weights: HyperWeights, rule: HyperRule) -
             PADDED=padded,
             SLICES=triton.next_power_of_2(num_slices),
             BLOCK=block,
-            num_warps=4,
+            num_warps=mix_tiles.num_warps,
         )
     return HyperMix(collapsed, post, comb)
 
 
-def inject(output: torch.Tensor, streams: torch.Tensor, mix: HyperMix) -> torch.Tensor:
+def inject(
+    output: torch.Tensor, streams: torch.Tensor, mix: HyperMix, *, tiles: ColumnTiles | None = None
+) -> torch.Tensor:
     """As kernels/hyper_connections.py's: new streams [N, n, D] of the block's output [N, D]."""
     num_rows, n, width = streams.shape
     assert output.shape == (num_rows, width)
@@ -184,8 +219,13 @@ def inject(output: torch.Tensor, streams: torch.Tensor, mix: HyperMix) -> torch.
     assert mix.comb.is_contiguous()
     out = torch.empty_like(streams)
     if num_rows:
-        block = min(COLUMNS, triton.next_power_of_2(width))
+        tiles = tiles or INJECT.look_up(streams.device, streams=n, width=width)
+        block = min(tiles.columns, triton.next_power_of_2(width))
         _inject_kernel[(num_rows, triton.cdiv(width, block))](
-            *(output, streams, mix.post, mix.comb, out), STREAMS=n, WIDTH=width, BLOCK=block, num_warps=4
+            *(output, streams, mix.post, mix.comb, out),
+            STREAMS=n,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=tiles.num_warps,
         )
     return out

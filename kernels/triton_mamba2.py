@@ -9,12 +9,15 @@ waits for the state before is a product and a sum; everything else of an inner c
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.delta_rule import INNER
+from kernels.launch_table import Tunable, one_bucket
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_decode import softplus
@@ -22,6 +25,26 @@ from kernels.triton_delta_decode import softplus
 # exp of it is 1e-26: nothing beside a value of this row. Sums over an inner chunk keep four digits after the point.
 LEAST_DECAY = -60.0
 GATE_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiles:
+    """How a chunk is launched; warps decide the form of its products."""
+
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """How decode rows are launched; warps decide in which order a state's rows are summed."""
+
+    num_warps: int
+
+
+SHAPE = ("heads", "state_dim", "head_dim")
+CHUNK = Tunable("mamba2_chunk", SHAPE, lambda *_: one_bucket(ScanTiles(4, 4)), neutral=False)
+STEP = Tunable("mamba2_step", SHAPE, lambda *_: one_bucket(StepTiles(4)), neutral=False)
 
 
 @triton.jit
@@ -147,7 +170,7 @@ def _step_kernel(
 
 
 def mamba2_chunk(
-    rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots, *, num_warps: int = 4, num_stages: int = 4
+    rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots, *, tiles: ScanTiles | None = None
 ) -> torch.Tensor:
     """Rows of one sequence; its state is read at slot_in and written at slot_out, each [1] int64, tails untouched.
 
@@ -177,6 +200,7 @@ def mamba2_chunk(
         LEAST=LEAST_DECAY,
         num_warps=4,
     )
+    tiles = tiles or CHUNK.look_up(out.device, heads=heads, state_dim=n, head_dim=p)
     _chunk_kernel[(heads,)](
         *(_described(x) for x in (rows.x, out, rows.b, rows.c)),
         *(gates, weights.d, slots.states, slots.slot_in, slots.slot_out, num_chunks, slots.states.stride(0)),
@@ -185,13 +209,15 @@ def mamba2_chunk(
         N=n,
         P=p,
         C=INNER,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return out
 
 
-def mamba2_step(rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots) -> torch.Tensor:
+def mamba2_step(
+    rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots, *, tiles: StepTiles | None = None
+) -> torch.Tensor:
     """One row of each of several sequences, whose slots are [rows] int64. Returns [rows, H, P] as x."""
     num_rows, heads, p = rows.x.shape
     groups, n = rows.b.shape[1:]
@@ -199,6 +225,7 @@ def mamba2_step(rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots)
     _check(rows, weights, slots)
     out = torch.empty((num_rows, heads, p), dtype=rows.x.dtype, device=rows.x.device)
     if num_rows:
+        tiles = tiles or STEP.look_up(out.device, heads=heads, state_dim=n, head_dim=p)
         _step_kernel[(heads, num_rows)](
             *(rows.x, rows.b, rows.c, rows.dt, weights.a, weights.d, weights.dt_bias),
             *(slots.states, slots.slot_in, slots.slot_out, out),
@@ -209,7 +236,7 @@ def mamba2_step(rows: Mamba2Rows, weights: Mamba2Weights, slots: RecurrentSlots)
             P=p,
             BN=triton.next_power_of_2(n),
             BP=triton.next_power_of_2(p),
-            num_warps=4,
+            num_warps=tiles.num_warps,
         )
     return out
 

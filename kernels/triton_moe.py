@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launch_table import Bucket, Tunable
 from kernels.moe import Activation, ActivationKind, Routing
 from kernels.triton_activate import activated
 from kernels.triton_chain import chained, follow
@@ -46,13 +47,13 @@ class MoeTiles:
 FEW = MoeTiles(16, 0, ProductTiles(64, 128, 4, 5), ProductTiles(128, 128, 4, 3))
 MANY = MoeTiles(64, 0, ProductTiles(64, 64, 4, 3), ProductTiles(128, 64, 4, 3))
 MOST = MoeTiles(128, 32, ProductTiles(128, 64, 8, 4), ProductTiles(128, 64, 4, 3))
-
-
-def moe_tiles(num_assignments: int, num_experts: int) -> MoeTiles:
-    """What was fastest on an H200, by how many rows an expert has on average."""
-    if num_assignments <= 8 * num_experts:
-        return FEW
-    return MANY if num_assignments <= 64 * num_experts else MOST
+# By how many rows an expert has on average.
+EXPERTS = Tunable(
+    "grouped_experts",
+    ("num_experts", "width", "inner"),
+    lambda *_: (Bucket(8, FEW), Bucket(64, MANY), Bucket(None, MOST)),
+    neutral=True,
+)
 
 
 @triton.jit
@@ -288,7 +289,10 @@ def grouped_experts(
     assert width % 8 == 0, "rows of a weight begin at multiples of 16 bytes"
     assert inner % 8 == 0, "rows of a weight begin at multiples of 16 bytes"
     num_assignments = num_rows * top_k
-    tiles = tiles or moe_tiles(num_assignments, num_experts)
+    per_expert = triton.cdiv(num_assignments, num_experts)
+    tiles = tiles or EXPERTS.look_up(
+        rows.device, num_rows=per_expert, num_experts=num_experts, width=width, inner=inner
+    )
     groups = group_by_expert(routing.experts, num_experts, tiles.rows, tiles.rest)
     hidden = torch.empty((num_assignments, inner), dtype=rows.dtype, device=rows.device)
     made = torch.empty((num_assignments, width_out), dtype=rows.dtype, device=rows.device)

@@ -9,13 +9,35 @@ with the weight is taken after the cast back (`cast_first`) is there a rounding 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_chain import chained, follow
+from kernels.launch_table import Bucket, Tunable, one_bucket
+from kernels.triton_chain import chained, lead
 
-ROWS_ELEMENTS = 2048  # of short rows that a program takes at once
+ROWS_ELEMENTS = 2048  # of short rows that a program takes at once, where nothing was measured
+
+
+@dataclass(frozen=True, slots=True)
+class NormTiles:
+    """How a launch is cut. Both decide in which order a row's squares are summed."""
+
+    rows: int  # that a program takes, a power of two
+    num_warps: int
+
+
+def _default_tiles(width: int) -> tuple[Bucket[NormTiles], ...]:
+    """A thread has at least 8 values, which is one load of bfloat16."""
+    block = triton.next_power_of_2(width)
+    warps = max(1, min(16, max(block, ROWS_ELEMENTS) // 512))
+    return one_bucket(NormTiles(rows=max(1, ROWS_ELEMENTS // block), num_warps=warps))
+
+
+RMS_NORM = Tunable("rms_norm", ("width",), _default_tiles, neutral=False)
+GATED_NORM = Tunable("gated_norm", ("width",), _default_tiles, neutral=False)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,7 +69,7 @@ def _rms_norm_kernel(
     inside = (row < num_rows) & (columns < WIDTH)
     x_at = x_ptr + row * x_stride + columns
     weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    follow(CHAINED)
+    lead(CHAINED)
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(addend_ptr + row * addend_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -78,23 +100,36 @@ def rms_norm(
         made = rms_norm(flat, weight, eps, cast_first=cast_first, out=None if out is None else out.view(flat.shape))
         return made.view(x.shape)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, None, weight, out, eps, cast_first)
+    _launch(x, None, weight, out, eps, cast_first, RMS_NORM.look_up(x.device, width=x.shape[1]))
     return out
 
 
 def add_rms_norm(
-    hidden: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float, *, cast_first: bool
+    hidden: torch.Tensor,
+    addend: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    cast_first: bool,
+    tiles: NormTiles | None = None,
 ) -> torch.Tensor:
     """hidden += addend, in place, and the norm of the sum as it was rounded; both [rows, d]."""
+    tiles = tiles or RMS_NORM.look_up(hidden.device, width=hidden.shape[1])
     assert addend.shape == hidden.shape
     assert addend.stride(1) == 1
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    _launch(hidden, addend, weight, out, eps, cast_first)
+    _launch(hidden, addend, weight, out, eps, cast_first, tiles)
     return out
 
 
 def _launch(
-    x: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float, cast_first: bool
+    x: torch.Tensor,
+    addend: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    cast_first: bool,
+    tiles: NormTiles,
 ) -> None:
     num_rows, width = x.shape
     assert weight.shape == (width,)
@@ -104,9 +139,7 @@ def _launch(
     assert out.stride(1) == 1
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(width)
-    rows = max(1, ROWS_ELEMENTS // block)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _rms_norm_kernel[(triton.cdiv(num_rows, tiles.rows),)](
         x,
         addend,
         weight,
@@ -117,18 +150,13 @@ def _launch(
         out.stride(0),
         eps,
         WIDTH=width,
-        BLOCK=block,
-        ROWS=rows,
+        BLOCK=triton.next_power_of_2(width),
+        ROWS=tiles.rows,
         RESIDUAL=addend is not None,
         CAST_FIRST=cast_first,
         **chained(),
-        num_warps=norm_warps(block),
+        num_warps=tiles.num_warps,
     )
-
-
-def norm_warps(block: int) -> int:
-    """So that a thread has at least 8 values, which is one load of bfloat16."""
-    return max(1, min(16, max(block, ROWS_ELEMENTS) // 512))
 
 
 @triton.jit
@@ -168,9 +196,11 @@ def _gated_norm_kernel(
     tl.store(out_ptr + part * WIDTH + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm_silu_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_silu_gate(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, tiles: NormTiles | None = None
+) -> torch.Tensor:
     """RMSNorm(x) weight silu(gate); x [rows, heads, d], gate [rows, heads d] of any row stride, out in gate's dtype."""
-    return _gated(x, gate, weight, eps, sigmoid=False)
+    return _gated(x, gate, weight, eps, sigmoid=False, tiles=tiles)
 
 
 def rms_norm_sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -179,15 +209,29 @@ def rms_norm_sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Ten
 
 
 def gated_group_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, num_groups: int, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    tiles: NormTiles | None = None,
 ) -> torch.Tensor:
     """weight RMSNorm(x silu(gate)) within each of `num_groups` equal parts; x, gate [rows, d], out in gate's dtype."""
     assert x.shape[1] % num_groups == 0, f"{num_groups} groups do not divide {x.shape[1]} channels"
-    return _gated(x.unflatten(1, (num_groups, -1)), gate, weight, eps, sigmoid=False, gate_first=True).flatten(1)
+    parts = x.unflatten(1, (num_groups, -1))
+    return _gated(parts, gate, weight, eps, sigmoid=False, gate_first=True, tiles=tiles).flatten(1)
 
 
 def _gated(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool, gate_first: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    sigmoid: bool,
+    gate_first: bool = False,
+    tiles: NormTiles | None = None,
 ) -> torch.Tensor:
     num_rows, heads, width = x.shape
     assert x.is_contiguous()
@@ -198,16 +242,15 @@ def _gated(
     out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(width)
-    parts = max(1, ROWS_ELEMENTS // block)
-    _gated_norm_kernel[(triton.cdiv(num_rows * heads, parts),)](
+    tiles = tiles or GATED_NORM.look_up(x.device, width=width)
+    _gated_norm_kernel[(triton.cdiv(num_rows * heads, tiles.rows),)](
         *(x, gate, weight, out, num_rows * heads, gate.stride(0), eps),
         HEADS=heads,
         WIDTH=width,
-        BLOCK=block,
-        PARTS=parts,
+        BLOCK=triton.next_power_of_2(width),
+        PARTS=tiles.rows,
         SIGMOID=sigmoid,
         GATE_FIRST=gate_first,
-        num_warps=norm_warps(block),
+        num_warps=tiles.num_warps,
     )
     return out

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
+from kernels.triton_chain import chained, follow
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
@@ -40,13 +41,16 @@ class DecodeTiles:
 
 
 def decode_tiles(head_dim: int, num_programs: int = 1 << 16, *, is_fp8: bool = False) -> DecodeTiles:
-    """What was fastest on an H200. The split and the keys, which decide bytes, follow from none of these.
+    """What was fastest on an H200. The split and the keys, which decide bytes, follow from the head's width alone.
 
     Programs that have a multiprocessor to themselves keep more tiles in flight, and so do those whose tiles are small.
+    Wide heads are few, and their tiles leave room for one program: shorter splits give each multiprocessor one.
     """
+    wide = head_dim >= 256
     alone = num_programs <= NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
     small = head_dim * (1 if is_fp8 else 2) <= 128
-    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if alone or small else 2)
+    stages = 3 if alone or small or (wide and not is_fp8) else 2
+    return DecodeTiles(split=512 if wide else 1024, keys=64, num_warps=4, num_stages=stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,9 @@ def _attend_splits_kernel(
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     group = tl.arange(0, M)
     channels = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)
@@ -230,6 +236,7 @@ def paged_decode(
     scale: float,
     *,
     v_scale: float = 1.0,
+    gate: torch.Tensor | None = None,
     tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
     """Attends each row to its keys.
@@ -241,6 +248,7 @@ def paged_decode(
         plan: of this batch, with the split of `tiles`.
         scale: positive factor of the scores; the keys' own scale, where fp8 has one, inside.
         v_scale: factor of the values.
+        gate: as q, of which a sigmoid is the last factor; rows and heads at any stride.
         tiles: how to cut the work; default: what was fastest, fp8 by groups of warps where the card is fit for that.
 
     Returns:
@@ -268,7 +276,7 @@ def paged_decode(
     else:
         tiles = tiles or decode_tiles(head_dim, plan.most_items * num_kv_heads, is_fp8=k_plane.dtype == FP8)
         _attend_by_tiles(q, k_plane, v_plane, plan, (outs, lses), scale, tiles)
-    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale)
+    merge_ragged(outs, lses, Parts(plan.first_items, plan.num_items), out, out_scale=v_scale, gate=gate)
     return out
 
 
@@ -326,4 +334,5 @@ def _attend_by_tiles(
         **of_fp8,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **chained(),
     )

@@ -8,15 +8,33 @@ out contiguous, keys and values go to the planes.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.launch_table import Bucket, Tunable, one_bucket
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, follow, lead
 
 NONE = tl.constexpr(HeadNorm.NONE.value)
 CAST_FIRST = tl.constexpr(HeadNorm.CAST_FIRST.value)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTiles:
+    """How a launch is cut. It decides in which order a head's squares are summed."""
+
+    heads: int  # of queries that a program takes, at most, a power of two
+    num_warps: int
+
+
+def _default_tiles(heads: int, _kv_heads: int, _head_dim: int) -> tuple[Bucket[TurnTiles], ...]:
+    return one_bucket(TurnTiles(heads=triton.next_power_of_2(heads), num_warps=4))
+
+
+TURN = Tunable("turn_and_write", ("heads", "kv_heads", "head_dim"), _default_tiles, neutral=False)
 
 
 @triton.jit
@@ -95,21 +113,21 @@ def _turn_kernel(
     head_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,  # NUM_HEADS, padded to a power of two
-    KV_HEADS: tl.constexpr,  # NUM_KV_HEADS, the same
+    HEADS: tl.constexpr,  # of queries that a program takes
+    KV_HEADS: tl.constexpr,  # NUM_KV_HEADS, padded to a power of two
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, WIDTH)
     cos_ptr += row * cos_stride
     sin_ptr += row * cos_stride
-    if tl.program_id(1) == 0:
-        heads = tl.arange(0, HEADS)
+    if tl.program_id(1) > 0:
+        heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         held = (heads < NUM_HEADS)[:, None]
         rows = q_ptr + row * q_row_stride + (heads * q_head_stride)[:, None]
         q = _turned(rows, held, q_weight_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM, WIDTH, ROTARY, NORM)
@@ -138,6 +156,7 @@ def turn_and_write(
     places: Places,
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    tiles: TurnTiles | None = None,
 ) -> torch.Tensor:
     """Norms and turns queries and keys, writes keys and values to their pages.
 
@@ -148,6 +167,7 @@ def turn_and_write(
         norms: of this layer.
         places: of the rows.
         kv_scales: what keys and values are divided by on their way into planes of fp8.
+        tiles: how to cut the work; default: by the table.
 
     Returns:
         The queries, contiguous [num_rows, num_heads, head_dim].
@@ -178,7 +198,8 @@ def turn_and_write(
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    _turn_kernel[(num_rows, 2)](
+    tiles = tiles or TURN.look_up(q.device, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
+    _turn_kernel[(num_rows, 1 + triton.cdiv(num_heads, tiles.heads))](
         q,
         k,
         v,
@@ -206,13 +227,59 @@ def turn_and_write(
         k_plane.stride(2),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        HEADS=triton.next_power_of_2(num_heads),
+        HEADS=tiles.heads,
         KV_HEADS=triton.next_power_of_2(num_kv_heads),
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
         ROTARY=rotary_dim,
         NORM=norms.kind.value,
         **chained(),
-        num_warps=4,
+        num_warps=tiles.num_warps,
     )
     return out
+
+
+@triton.jit
+def _turns_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,  # [num_rows, 2 * HALF]
+    sin_ptr,
+    position_stride,
+    scale,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,  # HALF, padded
+    CHAINED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < HALF
+    frequencies = tl.load(frequencies_ptr + at, mask=inside, other=0.0)
+    follow(CHAINED)
+    angles = tl.load(positions_ptr + row * position_stride).to(tl.float32) * frequencies
+    cos = (tl.cos(angles) * scale).to(cos_ptr.dtype.element_ty)
+    sin = tl.sin(angles) * scale
+    first = row * (2 * HALF) + at
+    tl.store(cos_ptr + first, cos, mask=inside)
+    tl.store(cos_ptr + first + HALF, cos, mask=inside)
+    tl.store(sin_ptr + first, (-sin).to(sin_ptr.dtype.element_ty), mask=inside)
+    tl.store(sin_ptr + first + HALF, sin.to(sin_ptr.dtype.element_ty), mask=inside)
+
+
+def turns(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each row's angles, as kernels/qk_rope.py's: positions [num_rows], frequencies [rotary_dim / 2]."""
+    (num_rows,), (half,) = positions.shape, frequencies.shape
+    assert frequencies.is_contiguous()
+    assert frequencies.dtype == torch.float32
+    cos, sin = torch.empty((2, num_rows, 1, 2 * half), dtype=dtype, device=positions.device)
+    if num_rows:
+        _turns_kernel[(num_rows,)](
+            *(positions, frequencies, cos, sin, positions.stride(0), float(scale)),
+            HALF=half,
+            WIDTH=triton.next_power_of_2(half),
+            **chained(),
+            num_warps=1,
+        )
+    return cos, sin

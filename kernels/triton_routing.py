@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.moe import Routing, SigmoidRule
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, follow, lead
 
 BLOCK = 512  # assignments that are counted together
 PART = 128  # of them, that a program sorts
@@ -72,7 +72,7 @@ def _route_softmax_kernel(
     RENORMALISE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, WIDTH)
     inside = ids < EXPERTS
@@ -109,7 +109,7 @@ def _route_sigmoid_kernel(
     RENORMALISE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)[:, None]

@@ -1,10 +1,10 @@
 """Drawing a token from each row of logits without sorting them: the draw of kernels/sampling.py, on the device.
 
-One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and the sum of their
-exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group and read
-that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few tokens are
-sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where the draw
-falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
+One pass over the logits leaves, for every `GROUP` neighbouring tokens, their largest value and, where it is needed, the
+sum of their exponentials relative to it. All else works on those: greedy and unfiltered rows find their token's group
+and read that alone; filtered rows list the tokens that reach a value below which their filters surely keep none. Few
+tokens are sorted, and the draw is read off their sums. Among many, each border (where top-k or top-p ends, and where
+the draw falls) is searched by cutting the range of values over and over: nothing is sorted, and it is as exact.
 
 A row's token follows from its logits, its filters and its number alone. Sums of probabilities are float64 of float32
 exponentials, but for those by which a search narrows its range down, so that a token can differ from the reference's
@@ -23,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling_rows import SamplingRows
+from kernels.sampling_rows import NOT_FINITE, SamplingRows
 from kernels.triton_chain import chained, follow
 from kernels.triton_token_search import draw_by_search, ordered_key, value_of
 
 MOST_GROUPS = 4096  # of a row, so that one program holds them
+REFUSED = tl.constexpr(NOT_FINITE)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite logits
 PASS = 2048  # logits of a program that sums up groups
 
@@ -37,7 +38,8 @@ class SamplingTiles:
     """How a launch is cut. No token depends on it."""
 
     sorted: int = 512  # candidates at most, a power of two; more are searched
-    width: int = 2048  # logits that a program reads at once
+    listed: int = 4096  # logits that are looked through at once for candidates
+    width: int = 2048  # candidates that a search reads at once
     num_warps: int = 8
 
 
@@ -48,26 +50,35 @@ SAMPLING_TILES = SamplingTiles()
 def _groups_kernel(
     logits_ptr,
     temperature_ptr,
+    top_k_ptr,
     best_ptr,  # [rows, num_groups] float32
-    total_ptr,  # [rows, num_groups] float32
+    total_ptr,  # [rows, num_groups] float32; 0 in greedy rows and in those with a top-k, which need none
     row_stride,
     vocab_size,
     num_groups,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # of a program
+    REFUSES: tl.constexpr,  # a group with a logit that is no finite number has a total of NaN
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    inside = ids < vocab_size
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    is_finite = (tl.abs(logits) < float("inf")) | (ids >= vocab_size)
     logits = tl.where(logits == logits, logits, float("-inf"))  # NaN is never drawn
     temperature = tl.load(temperature_ptr + row)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     best = tl.max(logits, 1)
     pivot = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp((logits - pivot[:, None]) * scale), 1)
+    total = tl.zeros_like(best)
+    top_k = tl.load(top_k_ptr + row)
+    if (temperature != 0.0) & ((top_k <= 0) | (top_k >= vocab_size)):
+        total = tl.sum(tl.exp((logits - pivot[:, None]) * scale), 1)
+    if REFUSES:
+        total = tl.where(tl.min(is_finite.to(tl.int32), 1) > 0, total, float("nan"))
     at = row * num_groups + groups
     tl.store(best_ptr + at, best, mask=groups < num_groups)
     tl.store(total_ptr + at, total, mask=groups < num_groups)
@@ -102,6 +113,19 @@ def _draw_in_order(
 
 
 @triton.jit
+def _add_pairs(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def _count_two(keys, low, high, step, n: tl.constexpr):
+    """1 for the n-th of the keys `step` apart from `low` that a key reaches, and 1 << 16 for the next one."""
+    near = tl.minimum(low + n * step, high).to(tl.int32)
+    far = tl.minimum(low + (n + 1) * step, high).to(tl.int32)
+    return (keys >= near).to(tl.int32) + ((keys >= far).to(tl.int32) << 16)
+
+
+@triton.jit
 def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p):
     """A key that no kept token is below.
 
@@ -117,12 +141,21 @@ def _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min
         keys = tl.where(is_group, ordered_key(best), -0x80000000)
         high = ordered_key(most).to(tl.int64)
         while low < high:
-            middle = low + (high - low + 1) // 2
-            num_reached = tl.sum((keys >= middle).to(tl.int32), 0)
-            reached = num_reached >= limit
-            low = tl.where(reached, middle, low)
-            # Some more groups than needed do no harm.
-            high = tl.where(reached, tl.where(num_reached <= limit + limit // 4, middle, high), middle - 1)
+            # Four keys at once: a turn costs the wait for a sum. Two counts, 16 bits each, share a word.
+            step = (high - low + 4) // 5
+            few, many = tl.reduce(
+                (_count_two(keys, low, high, step, 1), _count_two(keys, low, high, step, 3)), 0, _add_pairs
+            )
+            start = low
+            above = high
+            for n in tl.static_range(4):
+                num_reached = ((few if n < 2 else many) >> (16 * (n % 2))) & 0xFFFF
+                mark = tl.minimum(start + (n + 1) * step, above)
+                reached = num_reached >= limit
+                low = tl.where(reached, mark, low)
+                # Some more groups than needed do no harm.
+                enough = num_reached <= limit + limit // 4
+                high = tl.where(reached, tl.where(enough, mark, above), tl.minimum(high, mark - 1))
     elif top_p < 1.0:
         share = ((1.0 - top_p) * whole / vocab_size).to(tl.float32)
         low = tl.maximum(low, ordered_key(most + (tl.log(share) - 1e-4) / scale).to(tl.int64))
@@ -141,27 +174,32 @@ def _list_tokens(
     least,
     vocab_size,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Lists all tokens on the key `least` or above by rising id, and returns their number."""
     listed = (is_group & (ordered_key(best) >= least)).to(tl.int32)
     num_listed = tl.sum(listed, 0)
     tl.store(groups_ptr + tl.cumsum(listed, 0) - 1, groups, mask=listed > 0)
     tl.debug_barrier()
-    place = tl.arange(0, WIDTH)
+    # A group's tokens are a row, whose sums stay within a warp.
+    rows = tl.arange(0, LISTED // GROUP)
+    inner = tl.arange(0, GROUP)[None, :]
     count = tl.full((), 0, tl.int32)
-    for start in tl.range(0, num_listed, WIDTH // GROUP, num_stages=3):
-        slot = start + place // GROUP
+    for start in tl.range(0, num_listed, LISTED // GROUP):
+        slot = start + rows
         group = tl.load(groups_ptr + slot, mask=slot < num_listed, other=0)
-        ids = group * GROUP + place % GROUP
-        inside = (slot < num_listed) & (ids < vocab_size)
+        ids = group[:, None] * GROUP + inner
+        inside = (slot < num_listed)[:, None] & (ids < vocab_size)
         x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         taken = inside & (ordered_key(x) >= least)
-        at = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        within = tl.cumsum(taken.to(tl.int32), 1)
+        length = tl.sum(taken.to(tl.int32), 1)
+        before = tl.cumsum(length, 0) - length
+        at = count + before[:, None] + within - 1
         tl.store(values_ptr + at, x, mask=taken)
         tl.store(ids_ptr + at, ids, mask=taken)
-        count += tl.sum(taken.to(tl.int32), 0)
+        count += tl.sum(length, 0)
     tl.debug_barrier()
     return count
 
@@ -212,7 +250,9 @@ def _draw_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # num_groups, padded
     SORTED: tl.constexpr,  # candidates that are sorted
+    LISTED: tl.constexpr,
     WIDTH: tl.constexpr,
+    REFUSES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
@@ -222,6 +262,9 @@ def _draw_kernel(
     is_group = groups < num_groups
     best = tl.load(best_ptr + row * num_groups + groups, mask=is_group, other=float("-inf"))
     total = tl.load(total_ptr + row * num_groups + groups, mask=is_group, other=0.0)
+    if REFUSES:
+        num_refused = tl.sum((total != total).to(tl.int32), 0)
+        total = tl.where(total == total, total, 0.0)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -236,19 +279,26 @@ def _draw_kernel(
     elif (limit == vocab_size) & (top_p >= 1.0) & (min_p <= 0.0):
         token = _draw_in_order(logits_ptr, best, total, groups, most, scale, number, vocab_size, GROUP, GROUPS)
     else:
-        mass = tl.where(best == float("-inf"), 0.0, total * tl.exp((best - most) * scale))
-        whole = tl.sum(mass.to(tl.float64), 0)
+        whole = tl.full((), 0.0, tl.float64)
+        if limit == vocab_size:
+            mass = tl.where(best == float("-inf"), 0.0, total * tl.exp((best - most) * scale))
+            whole = tl.sum(mass.to(tl.float64), 0)
         least = _least_key(best, is_group, most, scale, vocab_size, whole, limit, top_p, min_p)
         own_values_ptr = values_ptr + row * vocab_size
         own_ids_ptr = ids_ptr + row * vocab_size
         length = _list_tokens(
             *(logits_ptr, groups_ptr + row * GROUPS, own_values_ptr, own_ids_ptr, best, groups, is_group, least),
-            *(vocab_size, GROUP, WIDTH),
+            *(vocab_size, GROUP, LISTED),
         )
-        if length <= SORTED // 4:
+        if length <= SORTED // 8:
             token = _draw_by_order(
                 *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
-                SORTED // 4,
+                SORTED // 8,
+            )
+        elif length <= SORTED // 2:
+            token = _draw_by_order(
+                *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
+                SORTED // 2,
             )
         elif length <= SORTED:
             token = _draw_by_order(
@@ -260,11 +310,19 @@ def _draw_kernel(
                 *(own_values_ptr, own_ids_ptr, few_ptr + row * SORTED, length, least, most, scale, vocab_size),
                 *(whole, limit, top_p, min_p, number, SORTED, WIDTH),
             )
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    token = token.to(tl.int64)
+    if REFUSES:
+        token = tl.where(num_refused > 0, REFUSED, token)
+    tl.store(tokens_ptr + row, token)
 
 
-def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles = SAMPLING_TILES) -> torch.Tensor:
-    """A token of each row of logits [rows, vocab], any stride between rows: [rows] int64. NaN is never drawn."""
+def draw_rows(
+    logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles = SAMPLING_TILES, refuses: bool = False
+) -> torch.Tensor:
+    """A token of each row of logits [rows, vocab], any stride between rows: [rows] int64.
+
+    NaN is never drawn; where the kernel `refuses`, a row with a logit that is no finite number gets NOT_FINITE.
+    """
     num_rows, vocab_size = logits.shape
     rows.check(num_rows)
     assert logits.stride(1) == 1
@@ -284,9 +342,10 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles 
     few = torch.empty((num_rows, tiles.sorted), dtype=torch.int32, device=device)
     groups_each = max(1, PASS // group)
     _groups_kernel[(triton.cdiv(num_groups, groups_each), num_rows)](
-        *(logits, rows.temperature, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
+        *(logits, rows.temperature, rows.top_k, stats[0], stats[1], logits.stride(0), vocab_size, num_groups),
         GROUP=group,
         GROUPS=groups_each,
+        REFUSES=refuses,
         num_warps=4,
         **chained(),
     )
@@ -296,7 +355,9 @@ def draw_rows(logits: torch.Tensor, rows: SamplingRows, *, tiles: SamplingTiles 
         GROUP=group,
         GROUPS=groups_padded,
         SORTED=tiles.sorted,
-        WIDTH=max(tiles.width, group),
+        LISTED=max(tiles.listed, group),
+        WIDTH=tiles.width,
+        REFUSES=refuses,
         num_warps=tiles.num_warps,
         **chained(),
     )

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, lead
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -73,22 +73,29 @@ def _merge_kernel(
     lses_ptr,  # [num_parts_of_all, num_heads] float32
     first_ptr,  # [num_rows] int32: parts [first[r], first[r] + num_parts[r]) belong to row r; read where RAGGED
     num_parts_ptr,  # [num_rows] int32; below 0: the row's parts are not there, and it becomes NaN
+    gate_ptr,  # [num_rows, num_heads, dim], rows and heads at any stride; read where GATED
     merged_ptr,  # [num_rows, num_heads, dim]
     merged_lse_ptr,  # [num_rows, num_heads] float32, or anything where not WITH_LSE
     parts_per_row,  # where not RAGGED
     num_heads,
+    gate_row_stride,
+    gate_head_stride,
     out_scale,
     DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    lead(CHAINED)
     row = tl.program_id(0)
     head = tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    if GATED:
+        gate_at = row.to(tl.int64) * gate_row_stride + head * gate_head_stride + channels
+        shut = tl.sigmoid(tl.load(gate_ptr + gate_at, mask=channels < DIM, other=0.0).to(tl.float32))
     if RAGGED:
         first = tl.load(first_ptr + row)
         num_parts = tl.load(num_parts_ptr + row)
@@ -121,6 +128,8 @@ def _merge_kernel(
     total = tl.sum(totals * keep, 0)
     out = tl.sum(acc * keep[:, None], 0) / tl.where(total > 0, total, 1.0)
     out = tl.where(num_parts < 0, float("nan"), out * out_scale)
+    if GATED:  # rounded first, as where the gate is a launch of its own
+        out = out.to(merged_ptr.dtype.element_ty).to(tl.float32) * shut
     place = row.to(tl.int64) * num_heads + head
     tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=channels < DIM)
     if WITH_LSE:  # noqa: SIM102 - decided while compiling
@@ -139,7 +148,13 @@ class Parts:
 
 
 def merge_ragged(
-    outs: torch.Tensor, lses: torch.Tensor, parts: Parts, out: torch.Tensor, *, out_scale: float = 1.0
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    parts: Parts,
+    out: torch.Tensor,
+    *,
+    out_scale: float = 1.0,
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Merges each row's parts, in order, into out [num_rows, heads, dim].
 
@@ -149,10 +164,12 @@ def merge_ragged(
         parts: all of them below most_parts.
         out: contiguous; a row without parts becomes 0.
         out_scale: factor of the result.
+        gate: [rows, heads, dim], of which a sigmoid is the last factor; rows and heads at any stride.
     """
     assert parts.first.dtype == parts.count.dtype == torch.int32
     assert parts.count.shape == (out.shape[0],)
-    _merge(outs, lses, parts, out, None, out_scale)
+    assert gate is None or (gate.shape == out.shape and gate.stride(2) == 1)
+    _merge(outs, lses, parts, out, None, out_scale, gate)
 
 
 def merge_partials(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
@@ -162,7 +179,7 @@ def merge_partials(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, ou
     """
     assert outs.shape[:3] == lses.shape
     assert outs.shape[0] == out.shape[0]
-    _merge(outs.flatten(0, 1), lses.flatten(0, 1), None, out, out_lse, 1.0)
+    _merge(outs.flatten(0, 1), lses.flatten(0, 1), None, out, out_lse, 1.0, None)
 
 
 def _merge(
@@ -172,6 +189,7 @@ def _merge(
     out: torch.Tensor,
     out_lse: torch.Tensor | None,
     out_scale: float,
+    gate: torch.Tensor | None,
 ) -> None:
     most_parts, num_heads, dim = outs.shape
     num_rows = out.shape[0]
@@ -190,16 +208,19 @@ def _merge(
         lses,
         None if parts is None else parts.first,
         None if parts is None else parts.count,
+        gate,
         out,
         out_lse,
         0 if parts is not None else most_parts // num_rows,
         num_heads,
+        *((0, 0) if gate is None else gate.stride()[:2]),
         out_scale,
         DIM=dim,
         CHANNELS=channels,
         PARTS=MERGE_PARTS,
         RAGGED=parts is not None,
         WITH_LSE=out_lse is not None,
+        GATED=gate is not None,
         num_warps=2,
         **chained(),
     )

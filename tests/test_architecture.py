@@ -46,7 +46,9 @@ TIERS_WITH_TORCH = {"tiers.pools", "tiers.device_transfer", "tiers.staged", "tie
 # Decisions are functions of what they are given: no torch and no clock.
 TIMELESS = {"daemon.engine.scheduler", "tiers.tree", "tiers.eviction", "tiers.layout", "tiers.ledger"}
 # Run as programs of their own: beside the served model, and on an accelerator.
-OPS_WITH_TORCH = ("ops.bench.reference", "ops.bench.kernels", "ops.bench.model_bench", "ops.bench.model_peer")
+OPS_WITH_TORCH = (
+    *("ops.bench.reference", "ops.bench.kernels", "ops.bench.tune", "ops.bench.model_bench", "ops.bench.model_peer"),
+)
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"torch.load", "torch.save"}

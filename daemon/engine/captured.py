@@ -14,9 +14,8 @@ import torch
 from daemon.batch import Batch
 from kernels.sampling_rows import SamplingRows
 
-NOT_FINITE = -1  # in place of a token: the row's logits are not numbers
 NUM_IDS = 5  # of a row, beside its block table
-NUM_FIGURES = 5  # of a draw
+NUM_FIGURES = 5  # of a draw, of 8 bytes each at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class StepOutput:
     """On the device, overwritten by the next step of any shape."""
 
     logits: torch.Tensor  # [num_rows, vocab_size] float32
-    tokens: torch.Tensor  # [num_rows] int64; NOT_FINITE where logits are not numbers
+    tokens: torch.Tensor  # [num_rows] int64; sampling_rows.NOT_FINITE where logits are not numbers
 
 
 class StepInputs:
@@ -68,15 +67,18 @@ class StepInputs:
         num_ids = shape.num_rows * (NUM_IDS + shape.num_blocks)
         self.shape = shape
         self.block_size = block_size
-        self._staged_ids = torch.zeros(num_ids, dtype=torch.int64, pin_memory=is_pinned)
-        self._staged_draws = torch.zeros((NUM_FIGURES, shape.num_rows), dtype=torch.float64, pin_memory=is_pinned)
-        self._ids = torch.zeros(num_ids, dtype=torch.int64, device=device)
-        self._draws = torch.zeros((NUM_FIGURES, shape.num_rows), dtype=torch.float64, device=device)
+        num_words = num_ids + NUM_FIGURES * shape.num_rows  # of 8 bytes
+        self._staged = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_pinned)
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._ids = self._words[:num_ids]
         self.tokens = torch.zeros(shape.num_rows, dtype=torch.int64, pin_memory=is_pinned)
-        numbers = self._staged_ids.numpy()
+        numbers = self._staged.numpy()
         self._host = numbers[: NUM_IDS * shape.num_rows].reshape(NUM_IDS, shape.num_rows)
-        self._host_tables = numbers[NUM_IDS * shape.num_rows :].reshape(shape.num_rows, shape.num_blocks)
-        self._host_draws = self._staged_draws.numpy()
+        self._host_tables = numbers[NUM_IDS * shape.num_rows : num_ids].reshape(shape.num_rows, shape.num_blocks)
+        staged = self._draws(self._staged)
+        self._host_draws = tuple(
+            figures.numpy() for figures in (staged.temperature, staged.top_k, staged.top_p, staged.min_p, staged.number)
+        )
         self._tables: list[list[int]] = [[] for _ in range(shape.num_rows)]  # what each row's table holds now
         self.batch = self._batch()
         self.fill([])
@@ -98,18 +100,25 @@ class StepInputs:
 
     def load(self) -> None:
         """Copies what was filled in to the device."""
-        self._ids.copy_(self._staged_ids, non_blocking=True)
-        self._draws.copy_(self._staged_draws, non_blocking=True)
+        self._words.copy_(self._staged, non_blocking=True)
 
     def sampling(self) -> SamplingRows:
         """The draws, on the device."""
-        temperature, top_k, top_p, min_p, number = self._draws.unbind()
-        return SamplingRows(temperature.float(), top_k.int(), top_p, min_p, number)
+        return self._draws(self._words)
 
     def exact_batch(self, rows: list[DecodeRow]) -> Batch:
         """The same batch for a host that lays out no more room than these rows need."""
         positions = tuple(row.position for row in rows)
         return replace(self.batch, starts=positions + (0,) * (self.shape.num_rows - len(rows)))
+
+    def _draws(self, words: torch.Tensor) -> SamplingRows:
+        """The figures that lie behind the ids."""
+        num_rows = self.shape.num_rows
+        temperature, top_k, *doubles = words[self._ids.shape[0] :].view(NUM_FIGURES, num_rows).unbind()
+        top_p, min_p, number = (figures.view(torch.float64) for figures in doubles)
+        return SamplingRows(
+            temperature.view(torch.float32)[:num_rows], top_k.view(torch.int32)[:num_rows], top_p, min_p, number
+        )
 
     def _batch(self) -> Batch:
         shape = self.shape
@@ -139,7 +148,9 @@ class StepInputs:
         self._tables[row] = table.copy()
 
     def _set_draw(self, row: int, draw: Draw) -> None:
-        self._host_draws[:, row] = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.number)
+        figures = draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.number
+        for held, figure in zip(self._host_draws, figures, strict=True):
+            held[row] = figure
 
 
 Compute = Callable[[StepInputs, Batch], StepOutput]

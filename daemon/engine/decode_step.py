@@ -13,7 +13,6 @@ import torch
 
 from daemon.batch import Batch
 from daemon.engine.captured import (
-    NOT_FINITE,
     CapturedStep,
     DecodeRow,
     StepInputs,
@@ -157,9 +156,7 @@ class DecodeStep:
     def _compute(self, inputs: StepInputs, batch: Batch) -> StepOutput:
         inputs.load()
         logits = finish(self.model.forward(batch, self.pools))
-        drawn = self._forms.draw(logits, inputs.sampling())
-        is_finite = (logits - logits).sum(-1) == 0  # x - x is not 0, nor their sum, where x is no finite number
-        tokens = torch.where(is_finite, drawn, NOT_FINITE)
+        tokens = self._forms.draw(logits, inputs.sampling())
         inputs.tokens.copy_(tokens, non_blocking=True)
         return StepOutput(logits, tokens)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from daemon.engine import captured
 from daemon.engine.captured import Draw
 from daemon.engine.decode_step import Decoded
 from daemon.engine.grammar_matchers import Matchers
@@ -18,6 +17,7 @@ from daemon.engine.sequence import Sequence
 from daemon.errors import ErrorReason
 from daemon.grammar import GrammarError
 from daemon.messages import Logprob, SamplingParams
+from kernels import sampling_rows
 from kernels.host import bools, ints
 from kernels.sampling import Filters, Penalties, all_finite, apply_penalties, draw, greedy, uniform
 
@@ -80,7 +80,7 @@ class Sampler:
         """A token for each of these rows of a step, sequences[i] the owner of rows[i]; some are drawn already."""
         tokens = [decoded.tokens[row] for row in rows]
         by_host = [i for i, token in enumerate(tokens) if token is None]
-        drawn = [NOT_FINITE if token == captured.NOT_FINITE else Drawn(token) for token in tokens]
+        drawn = [NOT_FINITE if token == sampling_rows.NOT_FINITE else Drawn(token) for token in tokens]
         if by_host:
             host_rows = [rows[i] for i in by_host]
             logits = decoded.logits if len(host_rows) == len(decoded.tokens) else decoded.logits[host_rows]

@@ -187,7 +187,8 @@ def _numerics_profile(dtype: torch.dtype, device: torch.device) -> bytes:
     """Would another machine compute the same bytes? Two that agree here would."""
     sources = hashlib.blake2b(digest_size=32)
     for package in (kernels, daemon.layers, daemon.models, daemon.weights):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        folder = Path(package.__path__[0])
+        for path in sorted((*folder.glob("*.py"), *folder.glob("tables/*.json"))):
             sources.update(path.name.encode() + b"\0" + path.read_bytes())
     is_gpu = device.type == "cuda"
     return state_fingerprint(

@@ -59,16 +59,16 @@ class Decoder:
         hidden = self.embedding(batch.token_ids)
         rotary = None if self.rope is None else self.rope.rows(batch.positions, hidden.dtype)
         inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
-        normed = self.layers[0].mixer_norm(hidden)
-        for i, layer in enumerate(self.layers, 1):
+        out: torch.Tensor | None = None  # of the layer before, not added yet
+        for layer in self.layers:
+            normed = layer.mixer_norm(hidden) if out is None else layer.mixer_norm.added(hidden, out)
             mixed = yield from mix(layer.mixer, normed, inputs, pools)
             normed = layer.mlp_norm.added(hidden, mixed)
             yield
             out = yield from layer.mlp.forward(normed)
-            if i < len(self.layers):
-                normed = self.layers[i].mixer_norm.added(hidden, out)
-            else:
-                hidden.add_(out)
             yield
-        last = self.norm(hidden.index_select(0, batch.logit_rows))
+        assert out is not None, "there are layers"
+        if batch.logit_rows.shape[0] < hidden.shape[0]:
+            hidden, out = (rows.index_select(0, batch.logit_rows) for rows in (hidden, out))
+        last = self.norm.added(hidden, out)
         return (self.embedding.logits(last) if self.head is None else self.head(last)).float()

@@ -10,6 +10,7 @@ from daemon.layers.linear import Linear
 from daemon.layers.norms import ZeroCentredRmsNorm
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
+from kernels.paged_attention import GatedQueries
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads
 from tiers.layout import Plane, SlotTensor
 from tiers.pools import DevicePools
@@ -42,7 +43,6 @@ class GatedAttention:
         norms = [ZeroCentredRmsNorm(scope, name, config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")]
         self.norms = HeadNorms(HeadNorm.WIDE, norms[0].weights.weight, norms[1].weights.weight, config.norm_eps)
         self._forms = scope.kernels.attention
-        self._gate = scope.kernels.rows.gate_heads
         self.scale = config.head_dim**-0.5
         dtype = str(scope.parameters.dtype).removeprefix("torch.")
         row_shape = (config.num_kv_heads, config.head_dim)
@@ -68,5 +68,5 @@ class GatedAttention:
         k_plane, v_plane = (pools.planes[plane.name] for plane in self.planes)
         q = self._forms.turn_and_write(parts, k_plane, v_plane, self.norms, places_of(batch, inputs.rotary))
         yield
-        mixed = yield from self._forms.attend(q, k_plane, v_plane, inputs.attention, self.scale)
-        return self.out(self._gate(mixed, heads[:, 1:num_q:2]))
+        queries = GatedQueries(q, heads[:, 1:num_q:2])
+        return self.out((yield from self._forms.attend_gated(queries, k_plane, v_plane, inputs.attention, self.scale)))

@@ -13,7 +13,7 @@ from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
 from daemon.layers.recurrent import RECURRENT_CAPS, DeltaRecurrence, columns, recurrent_state, short_conv
 from daemon.layers.steps import Steps
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, no_arrivals
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -69,9 +69,8 @@ class GatedDeltaNet:
         conv = short_conv(scope, (("conv1d", sizes.conv_channels),), sizes.conv_taps, bias=False)
         state = recurrent_state(f"layers.{layer}", conv, (sizes.v_heads, sizes.dk, sizes.dv), scope.parameters.dtype)
         self.slots = state.slots
-        mixer = DeltaMixer(
-            conv, a_log, dt_bias, norm, norm_eps, DecayKind.HEAD_SOFTPLUS, lower_bound=0.0, gate=OutputGate.SILU
-        )
+        decay, arrivals = DecayKind.HEAD_SOFTPLUS, no_arrivals(sizes.v_heads, scope.parameters.device)
+        mixer = DeltaMixer(conv, a_log, dt_bias, norm, norm_eps, decay, 0.0, OutputGate.SILU, arrivals)
         self.recurrence = DeltaRecurrence(state, mixer, scope.kernels.recurrent)
 
     @property
@@ -81,9 +80,6 @@ class GatedDeltaNet:
 
     def forward(self, hidden: torch.Tensor, inputs: Inputs, pools: DevicePools) -> Steps:
         """[rows, hidden] to the same; reads and writes the mixer's slots for every sequence of the batch."""
-        few = self.recurrence.few(hidden, self.in_proj, inputs.batch, pools)
-        if few is not None:
-            return self.out_proj(few)
         mixed, z, b, a = columns(self.in_proj(hidden), self.sizes.projection_parts)
         yield
         rows = ProjectedRows(mixed, gate=z, beta=b, decay=a)

@@ -12,7 +12,7 @@ from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
 from daemon.layers.recurrent import RECURRENT_CAPS, DeltaRecurrence, columns, recurrent_state, short_conv
 from daemon.layers.steps import Steps
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, no_arrivals
 from tiers.layout import Plane
 from tiers.pools import DevicePools
 
@@ -79,8 +79,9 @@ class KimiDeltaAttention:
         self.slots = state.slots
         bound = config.lower_bound
         decay = DecayKind.CHANNEL_SOFTPLUS if bound is None else DecayKind.CHANNEL_BOUNDED
+        arrivals = no_arrivals(heads, scope.parameters.device)
         mixer = DeltaMixer(
-            conv, a_log, dt_bias, norm, config.norm_eps, decay, lower_bound=bound or 0.0, gate=OutputGate.SIGMOID
+            conv, a_log, dt_bias, norm, config.norm_eps, decay, bound or 0.0, OutputGate.SIGMOID, arrivals
         )
         self.recurrence = DeltaRecurrence(state, mixer, scope.kernels.recurrent)
 

@@ -13,7 +13,6 @@ import torch
 
 from daemon.batch import Batch
 from daemon.layers.caps import LayerCaps
-from daemon.layers.linear import Linear
 from daemon.layers.parameters import Scope
 from daemon.layers.steps import Steps
 from kernels.causal_conv import ConvWeights
@@ -101,16 +100,6 @@ class DeltaRecurrence:
     state: RecurrentState
     mixer: DeltaMixer
     forms: RecurrentForms
-
-    def few(self, hidden: torch.Tensor, projection: Linear, batch: Batch, pools: DevicePools) -> torch.Tensor | None:
-        """`run` from the rows that `projection` takes, where the form has that for a step of so few rows; else None."""
-        form = self.forms.delta_from_rows
-        if form is None or not batch.is_decode or not 0 < hidden.shape[0] <= self.forms.few_rows:
-            return None
-        assert projection.bias is None
-        tails, states = self.state.of(pools)
-        slots = RecurrentSlots(tails, states, batch.slot_in, batch.slot_out)
-        return form(hidden, projection.weight, self.mixer, slots)
 
     def run(self, rows: ProjectedRows, batch: Batch, pools: DevicePools) -> Steps:
         """The rows as projected; returns what the output projection reads, [rows, heads x width]."""

@@ -8,6 +8,7 @@ import torch
 
 from daemon.layers.inputs import Rotary
 from kernels import qk_rope
+from kernels.dispatch import TORCH, Kernels
 
 
 class RopeKind(StrEnum):
@@ -42,7 +43,7 @@ class RopeConfig:
 class Rope:
     """The rotation of one model."""
 
-    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device, kernels: Kernels = TORCH) -> None:
         exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
         frequencies = 1.0 / config.theta**exponents
         self.scale = 1.0  # of cos and sin
@@ -58,17 +59,11 @@ class Rope:
                 frequencies = _yarn(frequencies, config)
                 self.scale = _yarn_scale(config)
         self.frequencies = frequencies.to(device)
+        self._turns = kernels.attention.turns
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """cos and sin for these positions, worked out in float32 and cast as checkpoints expect."""
-        angles = positions.float()[:, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1:
-            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
-        return Rotary(
-            torch.cat((cos, cos), -1).to(dtype).unsqueeze(1),
-            torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1),
-        )
+        return Rotary(*self._turns(positions, self.frequencies, self.scale, dtype))
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

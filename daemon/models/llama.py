@@ -34,5 +34,5 @@ def build(fields: Fields, options: BuildOptions, parameters: Parameters) -> Mode
         )
     norm = RmsNorm(root / "model", "norm", hidden_size, config.norm_eps)
     form = InputForm(parameters.kernels, options.tile, options.dtype, config.attention.head_dim)
-    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), form)
+    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device, parameters.kernels), form)
     return plain_model("llama", config, decoder, root, options)

@@ -84,7 +84,7 @@ class Qwen4Exp:
         parameters.ignore(r"(model\.)?visual\..*", r"mtp\..*")
         self.num_streams = config.streams.num_streams
         self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
-        self.rope = Rope(config.rope, options.device)
+        self.rope = Rope(config.rope, options.device, parameters.kernels)
         self.embedding = Embedding(body, "embed_tokens", config.vocab_size, size)
         self.layers: list[Qwen4ExpLayer] = []
         for i in range(len(config.mixer_types)):

@@ -164,7 +164,7 @@ def hybrid_model(family: str, config: HybridConfig, parts: Parts, options: Build
         device=options.device,
     )
     form = InputForm(parameters.kernels, options.tile, options.dtype, config.attention.head_dim)
-    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device), form)
+    decoder = Decoder(embedding, tuple(layers), norm, head, Rope(config.rope, options.device, parameters.kernels), form)
     return PlainModel(facts, decoder)
 
 

@@ -208,7 +208,7 @@ class SparseLatentModel:
             parameters.ignore(r"lm_head\.weight")
         else:
             self.head = Linear(root, (("lm_head", config.vocab_size),), size, makes_logits=True)
-        self.rope = Rope(config.rope, options.device)
+        self.rope = Rope(config.rope, options.device, parameters.kernels)
         self.form = InputForm(parameters.kernels, options.tile, options.dtype, None)
         self.facts = ModelFacts(
             family=family,

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_fit
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, GroupTiles, grouped_prefill, is_fit
 from kernels.triton_paged_decode import (
     DecodePlan,
     DecodeRows,
@@ -209,11 +209,11 @@ def prefill_rows() -> list[Row]:
     ]
 
 
-def _group_run(x: Inputs, num_stages: int | None) -> Run:
+def _group_run(x: Inputs, tiles: GroupTiles | None) -> Run:
     num_rows = x.q.shape[0]
     chunks = ChunkRows(x.tables, (x.lengths[0] - num_rows,), (0, num_rows))
     plan = plan_prefill(chunks, (0,), block_size=BLOCK, rows_per_tile=ROWS_PER_TILE)
-    return lambda: grouped_prefill(x.q, x.k_plane, x.v_plane, plan, x.scale, num_stages=num_stages)
+    return lambda: grouped_prefill(x.q, x.k_plane, x.v_plane, plan, x.scale, tiles=tiles)
 
 
 def _our_prefill_run(x: Inputs) -> Run:
@@ -232,7 +232,9 @@ def _prefill_row(name: str, shape: Shape, num_keys: int, num_rows: int) -> Row:
         PrefillTiles(128, 32, 8, 3, bulk_copies=True),
         PrefillTiles(64, 64, 4, 3, bulk_copies=False),
     ]
-    by_groups = [Way(f"groups s{stages}", lambda x, s=stages: _group_run(_as_inputs(x), s)) for stages in (2, 3, 4)]
+    by_groups = [
+        Way(f"groups s{stages}", lambda x, s=stages: _group_run(_as_inputs(x), GroupTiles(s))) for stages in (2, 3, 4)
+    ]
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     peers = [_sdpa_prefill(backend, shape, num_keys, num_rows) for backend in backends]
     return Row(

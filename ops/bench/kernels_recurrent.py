@@ -17,6 +17,7 @@ from kernels.delta_mixer import (
     ProjectedRows,
     delta_decode_reference,
     delta_log_decay,
+    no_arrivals,
     split_heads,
 )
 from kernels.delta_rule import DeltaRows, delta_step
@@ -28,7 +29,7 @@ from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_causal_conv import causal_conv_chunk, causal_conv_step
 from kernels.triton_delta_chunk import PIECES, delta_chunk
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_mamba2 import mamba2_chunk, mamba2_step
+from kernels.triton_mamba2 import ScanTiles, mamba2_chunk, mamba2_step
 from ops.bench.kernels_timing import DEVICE, Row, Run, Way, relative_error, seeded
 
 try:
@@ -140,6 +141,7 @@ def _make_delta(mixer: Mixer, num_rows: int, num_slots: int, seed: int) -> Delta
         decay=mixer.decay,
         lower_bound=-5.0,
         gate=OutputGate.SIGMOID if mixer.per_channel else OutputGate.SILU,
+        arrivals=no_arrivals(heads, torch.device(DEVICE)),
     )
     gate = made(num_rows, heads * DIM) if num_rows == num_slots else made(1, heads * DIM)  # a chunk does not read it
     rows = ProjectedRows(made(num_rows, channels), gate, made(num_rows, heads), made(num_rows, mixer.decay_width))
@@ -299,10 +301,10 @@ def _as_mamba2(inputs: object) -> Mamba2Inputs:
 
 
 def _mamba2_chunk_row(num_rows: int, paper_floor_us: float) -> Row:
-    def ours(num_warps: int, num_stages: int, title: str) -> Way:
+    def ours(tiles: ScanTiles | None, title: str) -> Way:
         def make(inputs: object) -> Run:
             x = _as_mamba2(inputs)
-            return lambda: mamba2_chunk(x.rows, x.weights, x.slots, num_warps=num_warps, num_stages=num_stages)
+            return lambda: mamba2_chunk(x.rows, x.weights, x.slots, tiles=tiles)
 
         return Way(title, make)
 
@@ -321,8 +323,8 @@ def _mamba2_chunk_row(num_rows: int, paper_floor_us: float) -> Row:
         f"Mamba2 prefill {num_rows // 1024}K",
         lambda seed: _make_mamba2(num_rows, 1, seed),
         2.0 * num_rows * (8192 + 2048 + 128),
-        [ours(4, 4, "ours"), Way("torch", by_torch, is_peer=True, capture=False, exact=False)],
-        [ours(warps, stages, f"w{warps} s{stages}") for warps, stages in ((4, 3), (4, 5))],
+        [ours(None, "ours"), Way("torch", by_torch, is_peer=True, capture=False, exact=False)],
+        [ours(ScanTiles(warps, stages), f"w{warps} s{stages}") for warps, stages in ((4, 3), (4, 5))],
         read_bytes=2.0 * num_rows * (8192 + 2048 + 128),
         written_bytes=2.0 * num_rows * 8192,
         error=error,

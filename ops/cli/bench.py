@@ -115,6 +115,18 @@ def kernels(
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
+@app.command(context_settings=HELP_NAMES)
+def tune(
+    kernels: Annotated[str | None, typer.Option("--kernels", help="Some of them, by commas, parts of names.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="What is in the table already, too.")] = False,
+    table: Annotated[Path | None, typer.Option("--table", help="Its file; default: the one that kernels read.")] = None,
+) -> None:
+    """Find the fastest launch choices on the card here and write the table of them; goes on where it was stopped."""
+    command = [sys.executable, "-m", "ops.bench.tune"]
+    command += (["--kernels", kernels] if kernels else []) + (["--again"] if again else [])
+    raise typer.Exit(subprocess.run(command + (["--table", str(table)] if table else []), check=False).returncode)
+
+
 @app.command("model", context_settings=HELP_NAMES)
 def whole_models(
     models: Annotated[str | None, typer.Option("--models", help="Some of them, by commas, parts of names.")] = None,

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from daemon.batch import SequenceRows, make_batch
-from daemon.engine.captured import NOT_FINITE, DecodeRow, Draw, StepInputs, StepShape
+from daemon.engine.captured import DecodeRow, Draw, StepInputs, StepShape
 from daemon.engine.decode_step import LEAST_BLOCKS, CanaryError, DecodeStep, bucket_rows, shape_of
 from daemon.models.base import BuildOptions, Model, finish
 from daemon.models.load import build_dummy
 from kernels.sampling import Filters, draw
+from kernels.sampling_rows import NOT_FINITE
 from tiers.pools import DevicePools
 
 CPU, BLOCK = torch.device("cpu"), 4

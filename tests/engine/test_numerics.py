@@ -31,6 +31,15 @@ def test_it_changes_with_every_source_that_bytes_depend_on(
     assert start._numerics_profile(torch.float32, CPU) != before
 
 
+def test_it_changes_with_a_table_of_launch_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(kernels.__path__[0], copy)
+    monkeypatch.setattr(kernels, "__path__", [str(copy)])
+    before = start._numerics_profile(torch.float32, CPU)
+    (copy / "tables" / "sm_00.json").write_text("{}")
+    assert start._numerics_profile(torch.float32, CPU) != before
+
+
 def test_it_changes_with_the_processor_and_not_with_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(start, "CPU_INFO", info)

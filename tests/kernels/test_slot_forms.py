@@ -14,6 +14,7 @@ from kernels.delta_mixer import (
     delta_chunk_reference,
     delta_decode,
     delta_decode_reference,
+    no_arrivals,
 )
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights, mamba2_reference
 from kernels.recurrent_slots import RecurrentSlots
@@ -44,7 +45,11 @@ def make_mixer(decay, gate, num_rows):
     channels = 2 * k_heads * DK + HEADS * DV
     width = HEADS if decay is DecayKind.HEAD_SOFTPLUS else HEADS * DK
     conv = ConvWeights(randn(TAPS, channels, seed=1), None, True)
-    mixer = DeltaMixer(conv, randn(HEADS, seed=2), randn(width, seed=3), randn(DV, seed=4), 1e-6, decay, -5.0, gate)
+    vectors, arrivals = (
+        (randn(HEADS, seed=2), randn(width, seed=3), randn(DV, seed=4)),
+        no_arrivals(HEADS, torch.device("cpu")),
+    )
+    mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, gate, arrivals)
     widths = (channels, HEADS * DV, HEADS, width)
     return ProjectedRows(*randn(num_rows, sum(widths), seed=5).split(widths, 1)), mixer, channels
 

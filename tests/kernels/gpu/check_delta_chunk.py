@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_chunk_reference
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_chunk_reference, no_arrivals
 from kernels.delta_rule import INNER
 from kernels.triton_delta_chunk import delta_chunk
 from kernels.triton_delta_scan import ScanTiles
 from tests.kernels.gpu.fractions import some
-from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
+from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
 
 HEAD, SOFTPLUS, BOUNDED = DecayKind.HEAD_SOFTPLUS, DecayKind.CHANNEL_SOFTPLUS, DecayKind.CHANNEL_BOUNDED
@@ -29,6 +29,7 @@ def make(num_rows, k_heads, heads, dk, dv, decay=HEAD, *, seed=0, rate=0.0):
         decay=decay,
         lower_bound=-5.0,
         gate=OutputGate.SILU,
+        arrivals=no_arrivals(heads, torch.device(DEVICE)),
     )
     slots = make_slots([1], [0], (1, channels), (heads, dk, dv), seed=seed + 3)
     return ProjectedRows(mixed.contiguous(), mixed, beta, f), mixer, slots

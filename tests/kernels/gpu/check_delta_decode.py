@@ -1,15 +1,16 @@
 """The fused decode of delta-rule mixers: against float64, and what it leaves alone."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_decode_reference
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, delta_decode_reference, no_arrivals
+from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_decode import DeltaDecodeTiles, delta_decode
-from kernels.triton_delta_few import delta_few, delta_from_rows
-from kernels.triton_few_linear import linear
-from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
+from kernels.triton_delta_few import delta_few
+from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, conv_weights, copy_of, make_slots, same_bytes
 
 TAPS = 4
@@ -32,6 +33,7 @@ def make(num_rows, k_heads, heads, dk, dv, decay=DecayKind.HEAD_SOFTPLUS, gate=O
         decay=decay,
         lower_bound=-5.0,
         gate=gate,
+        arrivals=no_arrivals(heads, torch.device(DEVICE)),
     )
     return ProjectedRows(*parts[:4]), mixer
 
@@ -57,19 +59,18 @@ def test_head_decay_equals_float64(k_heads, heads, dk, dv, step):
     compare(rows, mixer, make_slots([4, 1, 0], [4, 2, 0], (TAPS - 1, channels), (heads, dk, dv), seed=7), step)
 
 
-@pytest.mark.parametrize("num_rows", [3] if INTERPRETED else [1, 3])
-@pytest.mark.parametrize(("k_heads", "heads", "dk", "dv"), SHAPES[-1:] if INTERPRETED else SHAPES)
-def test_a_projection_and_a_step_in_one_give_what_they_give_apart(num_rows, k_heads, heads, dk, dv):
-    rows, mixer = make(num_rows, k_heads, heads, dk, dv)
-    widths = [part.shape[1] for part in (rows.mixed, rows.gate, rows.beta, rows.decay)]
-    x, weight = randn(num_rows, 48 + 3, seed=9)[:, :48], randn(sum(widths), 48, seed=10) / 7
-    slots = make_slots([4, 1, 0][:num_rows], [4, 2, 0][:num_rows], (TAPS - 1, widths[0]), (heads, dk, dv), seed=7)
-    apart = copy_of(slots)
-    want = delta_few(ProjectedRows(*linear(x, weight, None).split(widths, 1)), mixer, apart)
-    assert relative_error(delta_from_rows(x, weight, mixer, slots), want) < 6e-3
-    for s in slots.slot_out.tolist():
-        assert relative_error(slots.states[s], apart.states[s]) < 1e-3
-        assert relative_error(slots.tails[s], apart.tails[s]) < 1e-3
+@pytest.mark.parametrize(("k_heads", "heads", "dk", "dv"), SHAPES)
+def test_rows_of_few_give_their_own_bytes_and_leave_no_arrivals(k_heads, heads, dk, dv):
+    rows, mixer = make(3, k_heads, heads, dk, dv)
+    slots = make_slots([4, 1, 0], [4, 2, 0], (TAPS - 1, rows.mixed.shape[1]), (heads, dk, dv), seed=7)
+    alone, whole = copy_of(slots), delta_few(rows, mixer, slots)
+    for r in range(3):
+        row = ProjectedRows(*(part[r : r + 1] for part in (rows.mixed, rows.gate, rows.beta, rows.decay)))
+        own = RecurrentSlots(alone.tails, alone.states, alone.slot_in[r : r + 1], alone.slot_out[r : r + 1])
+        assert torch.equal(delta_few(row, mixer, own), whole[r : r + 1])
+    assert same_bytes(alone.states, slots.states)
+    assert same_bytes(alone.tails, slots.tails)
+    assert not mixer.arrivals.any()
 
 
 @pytest.mark.parametrize("decay", [DecayKind.CHANNEL_SOFTPLUS, DecayKind.CHANNEL_BOUNDED])
@@ -99,7 +100,7 @@ def test_a_decay_that_underflows_forgets_even_a_huge_state():
     rows, mixer = make(1, 2, 2, 16, 16, seed=40)
     slots = make_slots([0], [0], (TAPS - 1, rows.mixed.shape[1]), (2, 16, 16), seed=3)
     slots.states[0] *= 1e30
-    strong = DeltaMixer(mixer.conv, mixer.a_log * 0 + 20, mixer.dt_bias, mixer.norm, 1e-6, mixer.decay, 0.0, mixer.gate)
+    strong = replace(mixer, a_log=mixer.a_log * 0 + 20, lower_bound=0.0)
     compare(rows, strong, slots)
     assert slots.states[0].abs().max() < 100
 

@@ -4,7 +4,8 @@ import torch
 
 from kernels.dispatch import TORCH, AttentionSizes, choose_kernels
 from kernels.key_tiles import Span
-from kernels.paged_attention import PagedRows
+from kernels.paged_attention import GatedQueries, PagedRows
+from kernels.triton_activate import gate_heads
 from kernels.triton_forms import TRITON
 from tests.kernels.gpu.paged import DEVICE, make_pages, pool, randn, relative_error, shuffled_tables, write_rows
 
@@ -33,6 +34,27 @@ def test_a_mixed_batch_equals_the_torch_form():
     decode = PagedRows(tables, tuple(n - 1 for n in lengths), (0, 1, 2, 3, 4))
     outs = [finish(form.attend(q[:4], pages.k_plane, pages.v_plane, form.plan(decode, sizes), 0.125)) for form in FORMS]
     assert relative_error(outs[1], outs[0]) < 8e-3
+
+
+def test_a_gate_is_the_last_factor_and_a_step_takes_it_along_to_the_byte():
+    lengths = [45, 9, 33]
+    pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=11)
+    tables = pages.tables.clamp(max=pages.k_plane.shape[0] - 1).long()
+    sizes = AttentionSizes(BLOCK, 64, torch.bfloat16, 64)
+    for counts in ([1, 1, 1], [20, 1, 33]):
+        starts, last = tuple(n - c for n, c in zip(lengths, counts, strict=True)), sum(counts)
+        rows = PagedRows(tables, starts, (0, counts[0], counts[0] + counts[1], last))
+        q, gate = randn(last, 4, 64, seed=12), randn(last, 10, 64, seed=13)[:, 1:8:2]
+        outs = [
+            finish(
+                form.attend_gated(GatedQueries(q, gate), pages.k_plane, pages.v_plane, form.plan(rows, sizes), 0.125)
+            )
+            for form in FORMS
+        ]
+        assert relative_error(outs[1], outs[0]) < 8e-3
+        plan = TRITON.attention.plan(rows, sizes)
+        bare = finish(TRITON.attention.attend(q, pages.k_plane, pages.v_plane, plan, 0.125))
+        assert torch.equal(outs[1], gate_heads(bare, gate))
 
 
 def test_latent_rows_select_and_attend_as_the_torch_forms_do():

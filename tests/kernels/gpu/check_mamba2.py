@@ -7,7 +7,7 @@ from kernels import hyper_connections
 from kernels.delta_rule import INNER
 from kernels.hyper_connections import HyperRule, HyperWeights
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights, mamba2_reference
-from kernels.triton_hyper_connections import ROWS, inject, mix_streams
+from kernels.triton_hyper_connections import SUM_TILES, inject, mix_streams
 from kernels.triton_mamba2 import mamba2_chunk, mamba2_step
 from tests.kernels.gpu.paged import INTERPRETED, randn, relative_error
 from tests.kernels.gpu.slots import F32, copy_of, make_slots, same_bytes
@@ -73,7 +73,7 @@ def test_steps_equal_the_recurrence_and_touch_no_other_slot():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "width"), [(1, 48), (3, 640), (ROWS + 1, 32), *([] if INTERPRETED else [(70, 6144)])]
+    ("num_rows", "width"), [(1, 48), (3, 640), (SUM_TILES.rows + 1, 32), *([] if INTERPRETED else [(70, 6144)])]
 )
 def test_hyper_connections_equal_float64(num_rows, width):
     n = 4

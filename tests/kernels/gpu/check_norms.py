@@ -6,7 +6,7 @@ import torch
 from kernels import gated_norm
 from kernels.causal_conv import causal_conv_reference
 from kernels.triton_activate import gate_heads
-from kernels.triton_causal_conv import CHUNK_ROWS, causal_conv_chunk, causal_conv_step
+from kernels.triton_causal_conv import CHUNK_TILES, causal_conv_chunk, causal_conv_step
 from kernels.triton_norms import (
     add_rms_norm,
     gated_group_rms_norm,
@@ -68,7 +68,7 @@ def test_heads_are_gated_by_a_sigmoid():
     assert relative_error(gate_heads(x, gate), (x.double() * gate.double().sigmoid()).flatten(1)) < 4e-3
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, CHUNK_ROWS, CHUNK_ROWS + 1, 3 * CHUNK_ROWS - 1])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, CHUNK_TILES.rows, CHUNK_TILES.rows + 1, 3 * CHUNK_TILES.rows - 1])
 @pytest.mark.parametrize(("taps", "bias"), [(4, True), (3, False)])
 @pytest.mark.parametrize("slot_out", [0, 1])
 def test_chunks_carry_the_tail_from_slot_to_slot(num_rows, taps, bias, slot_out):

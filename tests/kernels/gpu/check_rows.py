@@ -7,7 +7,7 @@ import torch
 
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 from kernels.triton_block_copy import gather_images, move_rows, scatter_images
-from kernels.triton_qk_rope import turn_and_write
+from kernels.triton_qk_rope import turn_and_write, turns
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, NAN_BYTE, pool, randn, relative_error
 
 BLOCK = 4
@@ -64,6 +64,19 @@ def test_rows_equal_norm_rotation_and_write(kind, heads, kv_heads, head_dim, rot
     )
     assert k_plane[untouched].isnan().all()
     assert v_plane[untouched].isnan().all()
+
+
+@pytest.mark.parametrize(("half", "scale"), [(32, 1.0), (5, 1.37)])
+def test_turns_of_far_positions_are_as_exact_as_float32_angles(half, scale):
+    positions = torch.tensor([0, 1, 4097, 262_143, 1 << 20], device=DEVICE)
+    frequencies = (1e7 ** -(torch.arange(half, dtype=torch.float32) / half)).to(DEVICE)
+    angles = (positions.float()[:, None] * frequencies).double()
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        cos, sin = turns(positions, frequencies, scale, dtype)
+        assert cos.shape == sin.shape == (5, 1, 2 * half)
+        wanted = torch.cat((angles.cos(), angles.cos()), 1), torch.cat((-angles.sin(), angles.sin()), 1)
+        for made, want in zip((cos, sin), wanted, strict=True):
+            assert (made[:, 0].double() - scale * want).abs().max() <= scale * bound
 
 
 def test_planes_of_fp8_hold_scaled_rows():

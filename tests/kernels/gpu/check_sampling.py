@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from kernels.sampling import Filters, draw
-from kernels.sampling_rows import SamplingRows
+from kernels.sampling_rows import NOT_FINITE, SamplingRows
 from kernels.triton_sampling import SAMPLING_TILES, SamplingTiles
 from kernels.triton_sampling import draw_rows as draw_rows_with
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn
 
-TILES = SamplingTiles(sorted=64, width=256) if INTERPRETED else SAMPLING_TILES
+TILES = SamplingTiles(sorted=64, listed=256, width=256) if INTERPRETED else SAMPLING_TILES
 MANY = TILES.sorted + 20  # more than are sorted
 VOCABS = [700, 300] if INTERPRETED else [500, 9000, 151_936, 300_000]
 NUMBERS = [0.31] if INTERPRETED else [1e-9, *(i / 37 for i in range(1, 37)), 1 - 1e-9]
@@ -109,6 +109,17 @@ def test_a_row_without_any_token_gives_one_that_exists():
     logits = torch.full((len(FILTERS), 300), -torch.inf, device=DEVICE)
     logits[:4] = torch.nan
     assert draw_rows(logits, sampling_rows(FILTERS, [0.5] * len(FILTERS))).tolist() == [0] * len(FILTERS)
+
+
+def test_a_row_with_a_logit_that_is_no_finite_number_is_refused_where_asked():
+    logits = randn(5, VOCABS[0], seed=4, dtype=torch.float32)
+    for r, value in enumerate((torch.nan, -torch.inf, torch.inf)):
+        logits[r, -1] = value
+    rows = sampling_rows([Filters(top_k=5)] * 4 + [Filters(temperature=0.0)], [0.4] * 5)
+    assert draw_rows_with(logits, rows, refuses=True).tolist() == [
+        *[NOT_FINITE] * 3,
+        *draw_rows(logits, rows).tolist()[3:],
+    ]
 
 
 def test_a_row_alone_gives_the_token_it_gives_in_a_batch():

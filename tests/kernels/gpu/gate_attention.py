@@ -7,7 +7,7 @@ from kernels.gluon_fp8_decode import Splits, attend_splits
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
 from kernels.triton_mla import mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import FP8, DecodeRows, paged_decode, plan_decode
+from kernels.triton_paged_decode import FP8, DecodeRows, decode_tiles, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, paged_prefill, plan_prefill, prefill_tiles
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import merge_partials
@@ -57,7 +57,9 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
     k, v = (plane(64, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     # Some shapes put a register or two aside.
     with machine_code(8) as code:
-        paged_decode(ids(2, heads, head_dim, dtype=BF16), k, v, decode_plan(1024), head_dim**-0.5)
+        q = ids(2, heads, head_dim, dtype=BF16)
+        plan = decode_plan(decode_tiles(head_dim).split)
+        paged_decode(q, k, v, plan, head_dim**-0.5, gate=q if head_dim == 256 else None)
     kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
     assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
@@ -67,7 +69,7 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (16, 1, 256)], 1))
 def test_float8_decode_by_groups_of_warps(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim, dtype=FP8) for _ in range(2))
-    plan = decode_plan(1024)
+    plan = decode_plan(decode_tiles(head_dim).split)
     results = torch.empty(300, heads, head_dim), torch.empty(300, heads)
     with machine_code() as code:
         attend_splits(

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kernels.causal_conv import ConvWeights
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, no_arrivals
 from kernels.moe import Activation, ActivationKind, Mixture, Routing
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_activate import activate, gate_heads
-from kernels.triton_delta_few import delta_few, delta_from_rows
+from kernels.triton_delta_few import delta_few
 from kernels.triton_few_experts import few_experts
 from kernels.triton_few_linear import linear
 from tests.kernels.gpu.compiler import machine_code
@@ -50,27 +50,15 @@ def test_a_delta_step_of_few_rows(decay):
     channels, biases = (2 * k_heads + heads) * dim, heads if decay is DecayKind.HEAD_SOFTPLUS else heads * dim
     conv = ConvWeights(torch.empty(4, channels), None, True)
     vectors = torch.empty(heads), torch.empty(biases), torch.empty(dim)
-    mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, OutputGate.SILU)
+    mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, OutputGate.SILU, no_arrivals(heads, torch.device("cpu")))
     rows = ProjectedRows(*(ids(1, n, dtype=BF16) for n in (channels, heads * dim, heads, biases)))
     slot = ids(1, dtype=torch.int64)
     slots = RecurrentSlots(ids(2, 3, channels, dtype=BF16), torch.empty(2, heads, dim, dim), slot, slot)
     with machine_code() as code:
         delta_few(rows, mixer, slots)
-    assert code.of("_delta_head_kernel").instructions["LDG"] >= 16, "a state comes at once"
-
-
-def test_a_projection_with_its_convolution():
-    heads, k_heads, dim = 32, 16, 128
-    channels = (2 * k_heads + heads) * dim
-    conv = ConvWeights(torch.empty(4, channels), None, True)
-    vectors = torch.empty(heads), torch.empty(heads), torch.empty(dim)
-    mixer = DeltaMixer(conv, *vectors, 1e-6, DecayKind.HEAD_SOFTPLUS, 0.0, OutputGate.SILU)
-    slot = ids(4, dtype=torch.int64)
-    slots = RecurrentSlots(ids(2, 3, channels, dtype=BF16), torch.empty(2, heads, dim, dim), slot, slot)
-    weight = ids(channels + heads * dim + 2 * heads, 2048, dtype=BF16)
-    with machine_code() as code:
-        delta_from_rows(ids(4, 2048, dtype=BF16), weight, mixer, slots)
-    assert code.of("_project_kernel").instructions["ACQBULK"], "it waits only once its weights are on their way"
+    kernel = code.of("_delta_few_kernel").instructions
+    assert kernel["LDG"] >= 16, "a state comes at once"
+    assert kernel["ACQBULK"], "and before the wait"
 
 
 def test_a_gate_of_heads():

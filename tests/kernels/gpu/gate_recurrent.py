@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.causal_conv import ConvWeights
-from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, split_heads
+from kernels.delta_mixer import DecayKind, DeltaMixer, OutputGate, ProjectedRows, no_arrivals, split_heads
 from kernels.delta_rule import INNER
 from kernels.gluon_delta_scan import grouped_scan, is_available
 from kernels.gluon_delta_terms import fill_channel_terms, fill_head_terms
@@ -48,7 +48,11 @@ def mixer_of(decay, gate, k_heads, heads, num_rows):
     channels = 2 * k_heads * DIM + heads * DIM
     width = heads if decay is DecayKind.HEAD_SOFTPLUS else heads * DIM
     conv = ConvWeights(torch.empty(4, channels), None, True)
-    mixer = DeltaMixer(conv, torch.empty(heads), torch.empty(width), torch.empty(DIM), 1e-6, decay, -5.0, gate)
+    vectors, arrivals = (
+        (torch.empty(heads), torch.empty(width), torch.empty(DIM)),
+        no_arrivals(heads, torch.device("cpu")),
+    )
+    mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, gate, arrivals)
     rows = ProjectedRows(
         bf16(num_rows, channels), bf16(num_rows, heads * DIM), bf16(num_rows, heads), bf16(num_rows, width)
     )

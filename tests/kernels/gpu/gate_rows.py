@@ -6,7 +6,7 @@ import torch
 from kernels.qk_rope import HeadNorm, HeadNorms, Heads, Places
 from kernels.triton_block_copy import gather_images, move_rows, scatter_images
 from kernels.triton_indexer import FP8, ScoreRows, index_scores
-from kernels.triton_qk_rope import turn_and_write
+from kernels.triton_qk_rope import turn_and_write, turns
 from kernels.triton_topk import top_keys
 from tests.kernels.gpu.compiler import machine_code
 from tests.kernels.gpu.gate_attention import BF16, ids, plane
@@ -45,6 +45,11 @@ def test_turn_and_write(kind, heads, kv_heads, head_dim, rotary):
     with machine_code() as code:
         turn_and_write(Heads(q, k, v), k_plane, v_plane, HeadNorms(kind, weight, weight, 1e-6), places)
     assert code.of("_turn_kernel").instructions["STG"]
+
+
+def test_turns():
+    with machine_code(most_stack_bytes=64):  # reducing a large angle takes some words there
+        turns(ids(4, dtype=torch.int64), torch.empty(32), 1.0, BF16)
 
 
 def test_block_copies_move_16_bytes_a_thread():
