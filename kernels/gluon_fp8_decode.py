@@ -293,7 +293,7 @@ class Residency:
 
 def residency(head_dim: int) -> Residency:
     """What was fastest on an H200."""
-    return Residency(4, 3) if head_dim == 128 else Residency(2, 3)
+    return Residency(4, 2) if head_dim == 128 else Residency(2, 2)
 
 
 def is_fit(q: torch.Tensor, k_plane: torch.Tensor) -> bool:

@@ -90,7 +90,12 @@ def _store_half(out_ptr, acc, factors, num_heads, channel):
     heads = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
     channels = channel + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     out = (acc * factors[:, None]).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + heads[:, None] * (2 * HALF) + channels[None, :], out, mask=(heads < num_heads)[:, None])
+    at = heads[:, None] * (2 * HALF) + channels[None, :]
+    if out.dtype == gl.float32:
+        # The merge reads these next: they outlast the keys in the cache.
+        gl.store(out_ptr + at, out, mask=(heads < num_heads)[:, None], eviction_policy="evict_last")
+    else:
+        gl.store(out_ptr + at, out, mask=(heads < num_heads)[:, None])
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from tests.kernels.gpu.compiler import machine_code
 from tests.kernels.gpu.fractions import some
 
 BF16 = torch.bfloat16
-MOST_PUT_ASIDE = 40  # bytes a thread of latent groups, hardly any of them in the inner loop
+MOST_PUT_ASIDE = 56  # bytes a thread of latent groups, hardly any of them in the inner loop
 
 
 def plane(*shape, dtype=BF16, block_bytes=1 << 21):
