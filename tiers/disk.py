@@ -50,6 +50,20 @@ class Place:
     ref: RecordRef
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is to be deleted and reclaimed before a write, and what the write was promised."""
+
+    num_bytes: int
+    reclaim_bytes: int  # of records that this engine cannot use
+    garbage: tuple[RecordRef, ...]
+
+    @property
+    def garbage_bytes(self) -> int:
+        """Of the quota, when they are gone."""
+        return sum(ref.stored_bytes for ref in self.garbage)
+
+
 class DiskTier:
     """What the tree knows of the store. `garbage` are records that no node has any more, to be deleted."""
 
@@ -70,6 +84,8 @@ class DiskTier:
         self.other_profile: frozenset[bytes] = frozenset()  # keys of blocks that another machine computed
         self._num_foreign = store.num_records  # records that this engine cannot read
         self._foreign_bytes = 0  # of them, those that no write has planned to reclaim
+        self._promised_bytes = 0  # of writes that are on their way
+        self._leaving_bytes = 0  # of garbage whose deletion is on its way
         self.order = EvictionOrder[Node](device.weights)  # stops, as tiers/eviction.py calls them
         self._records: dict[RecordRef, tuple[Node, bool]] = {}  # bool: of the checkpoint
 
@@ -272,16 +288,20 @@ class DiskTier:
         log.warning("%d records not written: %s", num_records, error)
         self.stats.dropped_writes += num_records
 
-    def make_room(self, image_bytes: int, num_records: int) -> int:
-        """Sees to it that these images fit, however badly they code, without the garbage.
+    def make_room(self, image_bytes: int, num_records: int) -> Room:
+        """Sees to it that these images fit, however badly they code, beside those that are on their way already.
 
         What this engine cannot use goes first, then its own least worthwhile stops. Where even that is not enough, the
         store says that it is full.
 
-        Returns: bytes of the former that the store is to reclaim before it writes; `reclaimed` is told of them.
+        Returns: what is to be done before they are written; `room_used` is told of it when they are, or have failed.
         """
-        num_bytes = image_bytes + num_records * HEADER_BYTES + self.store.reserve_bytes(num_records)
-        free = self.store.quota_bytes - self.store.usage_bytes + sum(ref.stored_bytes for ref in self.garbage)
+        record_bytes = image_bytes + num_records * HEADER_BYTES
+        num_bytes = record_bytes + self.store.reserve_bytes(
+            num_records
+        )  # which is there for all writes, one after another
+        leaving = self._leaving_bytes + sum(ref.stored_bytes for ref in self.garbage)
+        free = self.store.quota_bytes - self.store.usage_bytes - self._promised_bytes + leaving
         reclaim_bytes = min(max(num_bytes - free, RECLAIM_BYTES), self._foreign_bytes) if free < num_bytes else 0
         self._foreign_bytes -= reclaim_bytes
         free += reclaim_bytes
@@ -290,25 +310,36 @@ class DiskTier:
             if node is None:
                 break
             free += self._evict(node)
-        return reclaim_bytes
+        return self._room(record_bytes, reclaim_bytes)
 
-    def reclaimed(self, num_records: int) -> None:
-        """So many records that this engine could not use are gone."""
-        self._num_foreign -= num_records
+    def take_garbage(self) -> Room:
+        """The records to delete, handed over; nothing is to be written."""
+        return self._room(0, 0)
 
-    def keep_garbage(self, refs: list[RecordRef]) -> None:
-        """They could not be deleted."""
-        self.garbage += refs
+    def room_used(self, room: Room, num_reclaimed: int = 0, error: Exception | None = None) -> None:
+        """What a room was made for has been written, and so many records that this engine could not use are gone."""
+        self._promised_bytes -= room.num_bytes
+        self._leaving_bytes -= room.garbage_bytes
+        self._num_foreign -= num_reclaimed
+        if error is not None:
+            self.garbage += room.garbage  # deleting again what is gone already harms nobody
 
-    def take_garbage(self) -> list[RecordRef]:
-        """The records to delete, handed over."""
-        garbage, self.garbage = self.garbage, []
-        return garbage
+    def _room(self, num_bytes: int, reclaim_bytes: int) -> Room:
+        room = Room(num_bytes, reclaim_bytes, tuple(self.garbage))
+        self.garbage = []
+        self._promised_bytes += num_bytes
+        self._leaving_bytes += room.garbage_bytes
+        return room
 
     def astray(self) -> list[str]:
         """Records that nobody has any more. To be asked when nothing is being written or deleted."""
         unknown = self.store.num_records - len(self._records) - len(self.garbage) - self._num_foreign
-        return [f"{unknown} record(s) on disk have no owner"] if unknown > 0 else []
+        found = [f"{unknown} record(s) on disk have no owner"] if unknown > 0 else []
+        if self._promised_bytes or self._leaving_bytes:
+            found.append(
+                f"{self._promised_bytes} bytes of disk are promised to no write, {self._leaving_bytes} leave it"
+            )
+        return found
 
     def check(self) -> None:
         """Raises AssertionError where nodes and records disagree."""

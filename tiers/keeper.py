@@ -42,7 +42,8 @@ class Keeper:
         self.quota_bytes = quota_bytes
         self.num_erase_failures = 0
         self.usage_bytes = 0
-        self._directory = directory
+        self._others = tuple(directory / name for name in ("", LOCK, FOLDER, *file_names()))
+        self._log = directory / file_names()[1]
         self._files = files
         self._touched: dict[RecordRef, int] = {}
         self._erased: list[RecordRef] = []  # to be forgotten by the next transaction
@@ -52,7 +53,7 @@ class Keeper:
     def reserve_bytes(self, num_records: int) -> int:
         """What the quota must have left beside the records: index and WAL after this write and a batch of deletes."""
         wal_bytes, index_bytes = most_growth_bytes(max(num_records, DELETE_BATCH))
-        return max(0, wal_bytes - self._files.allocated_bytes(self._directory / file_names()[1])) + index_bytes
+        return max(0, wal_bytes - self._files.allocated_bytes(self._log)) + index_bytes
 
     def append(self, place: Place, at: int, piece: memoryview, num_records: int) -> None:
         """Writes a piece of a group, after which the group has so many records.
@@ -137,9 +138,7 @@ class Keeper:
 
     def refresh(self) -> None:
         """Asks again what du says: of every file that is not a segment, and of the directories."""
-        others = ("", LOCK, FOLDER, *file_names())
-        paths = (self._directory / name for name in others)
-        self.usage_bytes = self.segments.usage_bytes + sum(map(self._files.allocated_bytes, paths))
+        self.usage_bytes = self.segments.usage_bytes + sum(map(self._files.allocated_bytes, self._others))
 
     def check(self) -> None:
         """Raises AssertionError where index, segments and figures disagree."""

@@ -148,20 +148,23 @@ class Recorder:
             self._ended(trail, chunk, None if records is None else {})
             return
         disk, last_use = self.disk, int(self.device.tree.time_s)
-        disk.make_room(self._size(chunk), len(records))  # where it cannot, the store says that it is full
-        garbage, refs, took_s = disk.take_garbage(), list[RecordRef](), 0.0
+        room = disk.make_room(self._size(chunk), len(records))  # where it cannot, the store says that it is full
+        refs, took_s = list[RecordRef](), 0.0
+        reclaimed: list[RecordRef] = []
 
         def work() -> None:
             nonlocal took_s
             began = time.perf_counter()
-            if garbage:
-                disk.store.delete(garbage)
+            if room.garbage:
+                disk.store.delete(room.garbage)
+            if room.reclaim_bytes:
+                reclaimed.extend(disk.store.reclaim_unreadable(room.reclaim_bytes))
             refs.extend(disk.store.write([(r.head, r.image()) for r in records], last_use=last_use))
             took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
+            disk.room_used(room, len(reclaimed), error)
             if error is not None:
-                disk.keep_garbage(garbage)  # deleting again what is gone already harms nobody
                 disk.write_failed(len(records), error)
                 self._ended(trail, chunk, None)
                 return

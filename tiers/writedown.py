@@ -144,13 +144,12 @@ class WriteDown:
         if self.disk is None or not self.disk.garbage or not self.disk.takes_writes:
             return
         disk = self.disk
-        refs = disk.take_garbage()
+        room = disk.take_garbage()
 
         def done(error: Exception | None) -> None:
-            if error is not None:  # they cost room until the disk can be written again
-                disk.keep_garbage(refs)
+            disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
 
-        self.mover.submit(Job(Priority.CLEAN_UP, lambda: disk.store.delete(refs), done))
+        self.mover.submit(Job(Priority.CLEAN_UP, lambda: disk.store.delete(room.garbage), done))
 
     def astray(self) -> list[str]:
         """Dirty bytes that no batch has."""
@@ -255,19 +254,18 @@ class WriteDown:
     def _job(self, batch: Batch) -> Job:
         fence = self.transfer.fence()
         disk, last_use = self.disk, int(self.device.tree.time_s)
-        garbage: list[RecordRef] = []
         reclaimed: list[RecordRef] = []
-        reclaim_bytes = 0
+        room = None
         if disk is not None and any(write.head is not None for write in batch.writes):
-            reclaim_bytes = disk.make_room(batch.num_bytes, len(batch.writes))
-            garbage = disk.take_garbage()
+            room = disk.make_room(batch.num_bytes, len(batch.writes))
 
         def work() -> None:
             began = time.perf_counter()
-            if disk is not None and garbage:
-                disk.store.delete(garbage)
-            if disk is not None and reclaim_bytes:
-                reclaimed.extend(disk.store.reclaim_unreadable(reclaim_bytes))
+            if disk is not None and room is not None:
+                if room.garbage:
+                    disk.store.delete(room.garbage)
+                if room.reclaim_bytes:
+                    reclaimed.extend(disk.store.reclaim_unreadable(room.reclaim_bytes))
             records: list[tuple[RecordHead, memoryview]] = []
             for write in batch.writes:
                 image = self._image(write, fence)
@@ -278,10 +276,8 @@ class WriteDown:
             batch.took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
-            if disk is not None and error is not None:
-                disk.keep_garbage(garbage)  # deleting again what is gone already harms nobody
-            if disk is not None:
-                disk.reclaimed(len(reclaimed))
+            if disk is not None and room is not None:
+                disk.room_used(room, len(reclaimed), error)
             self._done(batch, error)
 
         return Job(Priority.WRITE_DOWN, work, done)

@@ -28,12 +28,15 @@ from daemon.messages import Abort, Answer, Query, QueryKind, Rejected, SamplingP
 from tests.exact.checkpoint import write_checkpoint
 from tests.exact.families import GRID, VOCAB_SIZE, config_of
 from tiers.store import DiskStore
-from tiers.tree import Node, PrefixTree
+from tiers.tree import PrefixTree
 
 FAMILY = "qwen3_5"
 OPEN_AT_A_TIME = 8
 NUM_PREFIXES = 1500  # more than any tier holds
 NUM_KEYS = 4096  # of the remembered past, which is full after any warm-up, not after 300,000 requests
+# Parts of paths are interned, and their table grows once in a process's life, from 2 MiB to 4, when so many have come
+# and gone; which may be after 80,000 requests.
+NUM_INTERNED = 200_000
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -68,14 +71,14 @@ class Sample:
     buffer_bytes: int  # that the store declares
     traced_bytes: int
     heap_bytes: int  # that the C allocator has given out, of what it has
-    num_objects: int
+    num_allocated: int  # small objects of Python; a list of them would move the heap that is looked at
     num_handles: int
     num_threads: int
     num_files: int
     disk_bytes: int
     index_bytes: int
     num_nodes: int
-    num_bare_nodes: int  # of them, those that no tier has anything of, nor of what follows
+    num_bare_nodes: int  # of them, ends of paths that no tier has anything of
     hit_tokens: tuple[int, int, int]  # device, host, disk
     evicted: tuple[int, int, int]
     findings: tuple[str, ...]
@@ -99,6 +102,8 @@ class Soak:
         if job.is_traced:  # from here on: what was there before would come in as it is replaced
             tracemalloc.start(1)
         self.rng = random.Random(job.seed)
+        for number in range(NUM_INTERNED):
+            sys.intern(f"no part of a path {number}")
         self.imports_bytes = resident_bytes()
         self.disk = Path(job.folder) / "disk"
         two_layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -177,7 +182,7 @@ class Soak:
             buffer_bytes=store.buffer_bytes,
             traced_bytes=tracemalloc.get_traced_memory()[0] if self.job.is_traced else 0,
             heap_bytes=heap_bytes(),
-            num_objects=len(gc.get_objects()),
+            num_allocated=sys.getallocatedblocks(),
             num_handles=len(os.listdir("/proc/self/fd")),
             num_threads=len(os.listdir("/proc/self/task")),
             num_files=sum(path.is_file() for path in self.disk.rglob("*")),
@@ -228,14 +233,8 @@ class Soak:
 
 
 def _num_bare(tree: PrefixTree) -> int:
-    """Nodes that no tier has the block or the state of, nor any of those below them."""
-    known: set[Node] = set()
-    for found in tree.nodes():
-        node: Node | None = found if found.has_block or found.has_state else None
-        while node is not None and node.parent is not None and node not in known:
-            known.add(node)
-            node = node.parent
-    return tree.num_nodes - len(known)
+    """Ends of paths that no tier has the block or the state of."""
+    return sum(not (node.children or node.has_block or node.has_state) for node in tree.nodes())
 
 
 def resident_bytes() -> int:
@@ -248,8 +247,10 @@ def resident_bytes() -> int:
 class _Mallinfo2(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
-        + ("uordblks", "fordblks", "keepcost")
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
     ]
 
 

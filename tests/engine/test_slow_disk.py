@@ -241,3 +241,29 @@ def test_records_that_this_engine_cannot_use_make_room_for_its_own(tmp_path: Pat
     assert du(tmp_path / "disk") <= QUOTA_BYTES
     harness.engine.check()
     harness.engine.close()
+
+
+def test_writes_on_their_way_together_find_room_together(tmp_path: Path) -> None:
+    """Each saw the bytes that were free before the others."""
+    store = DiskStore.open(
+        tmp_path / "disk", IDENTITY, quota_bytes=QUOTA_BYTES, limits=replace(LIMITS, read_stall_s=20)
+    )
+    harness = Harness(store=store)  # type: ignore[arg-type]
+    disk = harness.engine.cache.disk
+    assert disk is not None
+    seeds_of_prompts = iter(range(10_000))
+    while not disk.stats.evicted_records:
+        serve(harness, f"filling {next(seeds_of_prompts)}", prompt_of(4 * GRID + 1, next(seeds_of_prompts)))
+    harness.mover.is_stalled = True
+    names = [f"together {i}" for i in range(8)]
+    for name in names:
+        harness.submit(name, prompt_of(2 * GRID + 1, next(seeds_of_prompts)), 1, ignore_eos=True)
+        while (name, 0) not in harness.finished:
+            harness.step()
+    assert len(harness.mover.waiting) > 4
+    harness.mover.is_stalled = False
+    harness.run()
+    assert disk.stats.dropped_writes == 0
+    assert du(tmp_path / "disk") <= QUOTA_BYTES
+    harness.engine.check()
+    harness.engine.close()
