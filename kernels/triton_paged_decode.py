@@ -41,16 +41,13 @@ class DecodeTiles:
 
 
 def decode_tiles(head_dim: int, num_programs: int = 1 << 16, *, is_fp8: bool = False) -> DecodeTiles:
-    """What was fastest on an H200. The split and the keys, which decide bytes, follow from the head's width alone.
+    """What was fastest on an H200. The split and the keys, which decide bytes, follow from none of these.
 
     Programs that have a multiprocessor to themselves keep more tiles in flight, and so do those whose tiles are small.
-    Wide heads are few, and their tiles leave room for one program: shorter splits give each multiprocessor one.
     """
-    wide = head_dim >= 256
     alone = num_programs <= NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
     small = head_dim * (1 if is_fp8 else 2) <= 128
-    stages = 3 if alone or small or (wide and not is_fp8) else 2
-    return DecodeTiles(split=512 if wide else 1024, keys=64, num_warps=4, num_stages=stages)
+    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if alone or small else 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ PASS = 2048  # logits of a program that sums up groups
 class SamplingTiles:
     """How a launch is cut. No token depends on it."""
 
-    sorted: int = 512  # candidates at most, a power of two; more are searched
+    sorted: int = 256  # candidates at most, a power of two; more are searched
     listed: int = 4096  # logits that are looked through at once for candidates
     width: int = 2048  # candidates that a search reads at once
     num_warps: int = 8
@@ -290,15 +290,10 @@ def _draw_kernel(
             *(logits_ptr, groups_ptr + row * GROUPS, own_values_ptr, own_ids_ptr, best, groups, is_group, least),
             *(vocab_size, GROUP, LISTED),
         )
-        if length <= SORTED // 8:
+        if length <= SORTED // 4:
             token = _draw_by_order(
                 *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
-                SORTED // 8,
-            )
-        elif length <= SORTED // 2:
-            token = _draw_by_order(
-                *(own_values_ptr, own_ids_ptr, length, most, scale, vocab_size, whole, limit, top_p, min_p, number),
-                SORTED // 2,
+                SORTED // 4,
             )
         elif length <= SORTED:
             token = _draw_by_order(

@@ -254,8 +254,12 @@ def _sampling_row(name: str, filters: Filters, num_rows: int = 64, vocab_size: i
         return Way(title, make)
 
     # All rows run the same two kernels: their cuts are tried on the first alone.
-    cuts = ((1024, 256, 8), (512, 256, 16), (512, 128, 8), (512, 128, 4), (256, 64, 8), (256, 64, 4))
-    sweep = [ours(SamplingTiles(*cut), "candidates {} head {} w{}".format(*cut)) for cut in cuts if filters.top_k]
+    cuts = ((512, 4096, 8), (512, 2048, 8), (256, 2048, 8), (256, 4096, 4), (256, 4096, 16))
+    sweep = [
+        ours(SamplingTiles(sorted=few, listed=listed, num_warps=warps), f"sorted {few} listed {listed} w{warps}")
+        for few, listed, warps in cuts
+        if filters.top_k
+    ]
 
     def by_torch(inputs: object) -> Run:
         assert isinstance(inputs, SamplingInputs)
