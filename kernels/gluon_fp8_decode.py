@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_paged_prefill import is_available
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, hold
 from kernels.triton_softmax import LN2, LOG2E
 
 BLOCK = 64  # tokens of a block
@@ -246,7 +246,7 @@ def _attend_splits_kernel(
     STAGES: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
-    follow(CHAINED)
+    hold(CHAINED)
     num_items = gl.load(first_ptr + num_rows)
     k_ring = gl.allocate_shared_memory(k_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], k_bulk.layout)
     v_ring = gl.allocate_shared_memory(v_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], v_bulk.layout)

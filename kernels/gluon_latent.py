@@ -40,7 +40,7 @@ from kernels.gluon_latent_tiles import (
     split_of,
 )
 from kernels.gluon_paged_prefill import is_available
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, hold
 from kernels.triton_paged_decode import NUM_MULTIPROCESSORS, DecodePlan
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import LOG2E, Parts, merge_partials, merge_ragged
@@ -229,7 +229,7 @@ def _attend_splits_kernel(
     SPLIT: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
-    follow(CHAINED)
+    hold(CHAINED)
     head = gl.program_id(0) * HEADS
     num_items = gl.load(first_ptr + num_rows)
     work = (first_ptr, item_rows_ptr, num_keys_ptr)
@@ -278,7 +278,7 @@ def _attend_selected_kernel(
     WITH_LSE: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
-    follow(CHAINED)
+    hold(CHAINED)
     head = gl.program_id(0) * HEADS
     num_items = num_rows * num_splits
     work = (num_splits, width * POOL + POOL - 1)

@@ -13,7 +13,7 @@ are its value divided by 256, subnormal values too. NaN would become 1.875: writ
 import triton
 import triton.language as tl
 
-from kernels.triton_chain import follow
+from kernels.triton_chain import hold
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import finish_rows
 
@@ -74,7 +74,7 @@ def attend_fp8_splits_kernel(
     PACKED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    hold(CHAINED)
     group = tl.arange(0, M)
     words = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
-from kernels.triton_chain import chained, follow
+from kernels.triton_chain import chained, hold
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
@@ -182,7 +182,7 @@ def _attend_splits_kernel(
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
     CHAINED: tl.constexpr,
 ):
-    follow(CHAINED)
+    hold(CHAINED)
     group = tl.arange(0, M)
     channels = tl.arange(0, WIDTH)
     steps = tl.arange(0, KEYS)
