@@ -19,6 +19,7 @@ from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.tree import Node
 from tiers.worth import DISK
 
+PROMISED_PART = 16  # of the quota
 RECLAIM_BYTES = 64 << 20  # at least, of records that nobody can use: looking for them costs the same for few and many
 HEADER_BYTES = 8 << 10  # of a record beside its image, at the most: header, and padding to the next sector
 
@@ -287,6 +288,11 @@ class DiskTier:
         """A batch could not be written; the store has drawn its own conclusions."""
         log.warning("%d records not written: %s", num_records, error)
         self.stats.dropped_writes += num_records
+
+    @property
+    def is_crowded(self) -> bool:
+        """Writes on their way have been promised much of the quota: more would put out what they may never replace."""
+        return self._promised_bytes > self.store.quota_bytes // PROMISED_PART
 
     def make_room(self, image_bytes: int, num_records: int) -> Room:
         """Sees to it that these images fit, however badly they code, beside those that are on their way already.

@@ -120,7 +120,7 @@ class WriteDown:
     def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
         self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
-        while self._offers and self.dirty_bytes < self.limits.dirty_bytes and self._allowance >= self._least_allowance:
+        while self._offers and self._has_room and self._allowance >= self._least_allowance:
             node = next(iter(self._offers))
             batch = self._plan(node)
             if batch is None:
@@ -131,6 +131,11 @@ class WriteDown:
             self._allowance -= batch.num_bytes
             self.mover.submit(self._job(batch))
         self.clean_up()
+
+    @property
+    def _has_room(self) -> bool:
+        """For one more batch; else offers wait for those on their way."""
+        return self.dirty_bytes < self.limits.dirty_bytes and (self.disk is None or not self.disk.is_crowded)
 
     def spend(self, num_bytes: int) -> bool:
         """Whether the rate allows that others write now; what they write counts against it."""
