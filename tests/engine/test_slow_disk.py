@@ -260,7 +260,7 @@ def test_writes_on_their_way_together_find_room_together(tmp_path: Path) -> None
         harness.submit(name, prompt_of(2 * GRID + 1, next(seeds_of_prompts)), 1, ignore_eos=True)
         while (name, 0) not in harness.finished:
             harness.step()
-    assert len(harness.mover.waiting) > 4
+    assert len(harness.mover.waiting) > 1
     harness.mover.is_stalled = False
     harness.run()
     assert disk.stats.dropped_writes == 0
