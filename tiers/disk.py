@@ -322,6 +322,15 @@ class DiskTier:
         """The records to delete, handed over; nothing is to be written."""
         return self._room(0, 0)
 
+    def clear(self, room: Room) -> int:
+        """Deletes and reclaims what a room is made of; called on I/O threads, before its write.
+
+        Returns: how many records that this engine could not use are gone.
+        """
+        if room.garbage:
+            self.store.delete(room.garbage)
+        return len(self.store.reclaim_unreadable(room.reclaim_bytes)) if room.reclaim_bytes else 0
+
     def room_used(self, room: Room, num_reclaimed: int = 0, error: Exception | None = None) -> None:
         """What a room was made for has been written, and so many records that this engine could not use are gone."""
         self._promised_bytes -= room.num_bytes

@@ -149,21 +149,17 @@ class Recorder:
             return
         disk, last_use = self.disk, int(self.device.tree.time_s)
         room = disk.make_room(self._size(chunk), len(records))  # where it cannot, the store says that it is full
-        refs, took_s = list[RecordRef](), 0.0
-        reclaimed: list[RecordRef] = []
+        refs, num_reclaimed, took_s = list[RecordRef](), 0, 0.0
 
         def work() -> None:
-            nonlocal took_s
+            nonlocal num_reclaimed, took_s
             began = time.perf_counter()
-            if room.garbage:
-                disk.store.delete(room.garbage)
-            if room.reclaim_bytes:
-                reclaimed.extend(disk.store.reclaim_unreadable(room.reclaim_bytes))
+            num_reclaimed = disk.clear(room)
             refs.extend(disk.store.write([(r.head, r.image()) for r in records], last_use=last_use))
             took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
-            disk.room_used(room, len(reclaimed), error)
+            disk.room_used(room, num_reclaimed, error)
             if error is not None:
                 disk.write_failed(len(records), error)
                 self._ended(trail, chunk, None)

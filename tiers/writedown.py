@@ -151,10 +151,13 @@ class WriteDown:
         disk = self.disk
         room = disk.take_garbage()
 
+        def work() -> None:
+            disk.clear(room)
+
         def done(error: Exception | None) -> None:
             disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
 
-        self.mover.submit(Job(Priority.CLEAN_UP, lambda: disk.store.delete(room.garbage), done))
+        self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 
     def astray(self) -> list[str]:
         """Dirty bytes that no batch has."""
@@ -259,18 +262,15 @@ class WriteDown:
     def _job(self, batch: Batch) -> Job:
         fence = self.transfer.fence()
         disk, last_use = self.disk, int(self.device.tree.time_s)
-        reclaimed: list[RecordRef] = []
-        room = None
+        num_reclaimed, room = 0, None
         if disk is not None and any(write.head is not None for write in batch.writes):
             room = disk.make_room(batch.num_bytes, len(batch.writes))
 
         def work() -> None:
+            nonlocal num_reclaimed
             began = time.perf_counter()
             if disk is not None and room is not None:
-                if room.garbage:
-                    disk.store.delete(room.garbage)
-                if room.reclaim_bytes:
-                    reclaimed.extend(disk.store.reclaim_unreadable(room.reclaim_bytes))
+                num_reclaimed = disk.clear(room)
             records: list[tuple[RecordHead, memoryview]] = []
             for write in batch.writes:
                 image = self._image(write, fence)
@@ -282,7 +282,7 @@ class WriteDown:
 
         def done(error: Exception | None) -> None:
             if disk is not None and room is not None:
-                disk.room_used(room, len(reclaimed), error)
+                disk.room_used(room, num_reclaimed, error)
             self._done(batch, error)
 
         return Job(Priority.WRITE_DOWN, work, done)

@@ -45,10 +45,8 @@ def make_mixer(decay, gate, num_rows):
     channels = 2 * k_heads * DK + HEADS * DV
     width = HEADS if decay is DecayKind.HEAD_SOFTPLUS else HEADS * DK
     conv = ConvWeights(randn(TAPS, channels, seed=1), None, True)
-    vectors, arrivals = (
-        (randn(HEADS, seed=2), randn(width, seed=3), randn(DV, seed=4)),
-        no_arrivals(HEADS, torch.device("cpu")),
-    )
+    vectors = (randn(HEADS, seed=2), randn(width, seed=3), randn(DV, seed=4))
+    arrivals = no_arrivals(HEADS, torch.device("cpu"))
     mixer = DeltaMixer(conv, *vectors, 1e-6, decay, -5.0, gate, arrivals)
     widths = (channels, HEADS * DV, HEADS, width)
     return ProjectedRows(*randn(num_rows, sum(widths), seed=5).split(widths, 1)), mixer, channels

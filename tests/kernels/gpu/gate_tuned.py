@@ -12,20 +12,9 @@ from tests.kernels.gpu.fractions import some
 CASES = all_cases()
 TABLE = read_table(TABLES / "sm_90.json")
 # What a choice may follow: constants of a model, and on which side of a link memory is. No length, no number of rows.
-CONSTANTS = {
-    *(
-        "width",
-        "inner",
-        "channels",
-        "streams",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "state_dim",
-        "num_experts",
-        "over_link",
-    ),
-}
+WIDTHS = {"width", "inner", "channels", "head_dim", "state_dim"}
+COUNTS = {"streams", "heads", "kv_heads", "num_experts"}
+CONSTANTS = WIDTHS | COUNTS | {"over_link"}
 
 
 def test_a_choice_follows_constants_of_a_model():
