@@ -128,15 +128,27 @@ class Soak:
 
     def run(self) -> list[Sample]:
         job = self.job
+        samples: list[Sample] = []
         self.serve(job.num_warmup)
-        samples = [self.sample()]
+        self._look(samples)
         for _ in range(job.num_samples):
             self.serve(job.num_requests // job.num_samples)
-            samples.append(self.sample())
+            self._look(samples)
         if job.num_cancels:
             self.cancel(job.num_cancels)
-            samples.append(self.sample())
+            self._look(samples)
         return samples
+
+    def _look(self, samples: list[Sample]) -> None:
+        """One more sample, and a line for who waits for the end."""
+        samples.append(sample := self.sample())
+        growth = sample.charged_bytes / samples[0].charged_bytes - 1
+        print(
+            f"{sample.requests} requests, {sample.cancelled} cancelled: "
+            f"{sample.charged_bytes >> 10} KiB charged ({growth:+.2%}), {sample.disk_bytes >> 20} MiB on disk",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def serve(self, num_requests: int) -> None:
         """So many requests from beginning to end, several at a time."""
@@ -280,11 +292,11 @@ def page_cache_bytes(folder: Path) -> int:
 
 
 def run_job(job: Job) -> list[Sample]:
-    """A job in a process of its own."""
+    """A job in a process of its own, which tells on the standard error stream how far it is."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.soak"], input=json.dumps(asdict(job)), capture_output=True, text=True
+        [sys.executable, "-m", "tests.engine.soak"], input=json.dumps(asdict(job)), stdout=subprocess.PIPE, text=True
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0
     return msgspec.json.decode(done.stdout, type=list[Sample])
 
 
