@@ -20,14 +20,11 @@ from downcore.v1 import generation_pb2 as pb
 from downcore.v1 import generation_pb2_grpc
 
 from tests.campaigns import budget
-from tests.front.harness import Front, eventually, ids_of, running_front
+from tests.front.harness import NO_THREAD_CACHES, Front, eventually, ids_of, running_front
 
 BARE_SERVER = Path(__file__).with_name("bare_server.py")
 AT_ONCE = 50
 STALL_S = 0.1
-# What each thread has freed and the C library keeps for it counts as allocated: up to seven chunks of 64 sizes, a bound
-# that a storm reaches after some hundred thousand requests. Without these caches every byte counted is one in use.
-NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
 
 
 async def storm(target: str, num_requests: int, rng: random.Random) -> Counter[str]:
