@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_paged_prefill import is_available
-from kernels.triton_chain import chained, hold
+from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_softmax import LN2, LOG2E
 
 BLOCK = 64  # tokens of a block
@@ -270,6 +270,7 @@ def _attend_splits_kernel(
         [1],
         [24],
     )  # fmt: skip
+    hand_over(CHAINED)
 
 
 @dataclass(frozen=True, slots=True)

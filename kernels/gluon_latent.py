@@ -40,7 +40,7 @@ from kernels.gluon_latent_tiles import (
     split_of,
 )
 from kernels.gluon_paged_prefill import is_available
-from kernels.triton_chain import chained, hold
+from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_paged_decode import NUM_MULTIPROCESSORS, DecodePlan
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import LOG2E, Parts, merge_partials, merge_ragged
@@ -250,6 +250,7 @@ def _attend_splits_kernel(
         [4, 1],
         [208, 40],
     )  # fmt: skip
+    hand_over(CHAINED)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -303,6 +304,7 @@ def _attend_selected_kernel(
         [4, 4],
         [200, 64],
     )  # fmt: skip
+    hand_over(CHAINED)
 
 
 def grouped_mla(q: torch.Tensor, plane: torch.Tensor, plan: DecodePlan, *, scale: float) -> torch.Tensor:

@@ -11,8 +11,9 @@ A launch of few programs calls `lead` in place of `follow`: what comes after it 
 it is over. What that one reads before its wait may come from any launch but the last two. Kernels that read there what
 is no weight (experts' ids, states, tails) come after a product, and products follow.
 
-A launch of more programs than fit at once calls `hold`: programs that wait for its end would take the room of its own.
-On an H200 a merge that began early cost attention over long histories 1 to 8 us.
+A launch of more programs than fit at once calls `hold`, and `hand_over` at the end of each program: programs that wait
+for its end would take the room of its own. On an H200 a merge that began early cost attention over long histories 1 to
+8 us.
 """
 
 # What is compiled by Triton has no types.
@@ -39,9 +40,16 @@ def follow(CHAINED: tl.constexpr):
 
 @triton.jit
 def hold(CHAINED: tl.constexpr):
-    """As `follow`, but the next launch begins when this one has ended."""
+    """As `follow`, but the next launch begins no sooner than `hand_over` lets it."""
     if CHAINED:
         gdc_wait()
+
+
+@triton.jit
+def hand_over(CHAINED: tl.constexpr):
+    """After `hold`, at a program's end: the next launch may begin once every program is that far."""
+    if CHAINED:
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -13,7 +13,7 @@ are its value divided by 256, subnormal values too. NaN would become 1.875: writ
 import triton
 import triton.language as tl
 
-from kernels.triton_chain import hold
+from kernels.triton_chain import hand_over, hold
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import finish_rows
 
@@ -132,3 +132,4 @@ def attend_fp8_splits_kernel(
         tl.store(to, out_even * 256.0, mask=held, eviction_policy="evict_last")
         tl.store(to + 1, out_odd * 256.0, mask=held, eviction_policy="evict_last")
         tl.store(lses_ptr + place, lse, mask=group < GROUP, eviction_policy="evict_last")
+    hand_over(CHAINED)

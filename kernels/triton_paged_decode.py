@@ -20,7 +20,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
-from kernels.triton_chain import chained, hold
+from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
@@ -223,6 +223,7 @@ def _attend_splits_kernel(
         # The merge reads these next: they outlast the keys in the cache.
         tl.store(outs_ptr + at, out, mask=held, eviction_policy="evict_last")
         tl.store(lses_ptr + place, lse, mask=group < GROUP, eviction_policy="evict_last")
+    hand_over(CHAINED)
 
 
 def paged_decode(
