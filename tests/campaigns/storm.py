@@ -5,8 +5,8 @@ test run does a fraction. What must hold: blocks, slots, file handles and thread
 and the front's resident memory grows by less than 1 KB per 1,000 requests.
 
 Memory is looked at when the front has rested, so that it has returned what is free. What Python's arenas of small
-objects have held at once stays with them in part, and comes and goes by some 0.4 MB; so the warm-up has more calls open
-than the rounds that are measured, and of those the least of the later ones is held against the least of the earlier.
+objects have held at once stays with them in part: so the warm-up has more calls open than the rounds that are measured,
+and what counts is the slope of a straight line through those.
 """
 
 import asyncio
@@ -20,7 +20,9 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import grpc
@@ -45,7 +47,7 @@ FLAGS = (
 )
 QUICK = ("--restart-backoff-s", "0.05", "--restart-backoff-max-s", "0.5")
 OPEN_AT_A_TIME, OPEN_IN_WARMUP = 40, 64
-NUM_WARMUP, NUM_ROUNDS = 6, 10
+NUM_WARMUP, NUM_ROUNDS = 6, 12
 REQUESTS, EACH_STATE, KILLS = 2000, 100, 4  # of a round
 REST_S = 3.0  # until the front has returned what is free
 KB_PER_1000 = 1.0
@@ -203,10 +205,9 @@ def rested_kb(daemon: Daemon) -> int:
 
 
 def growth(rounds: list[Round]) -> float:
-    """KB per 1,000 requests, from the least of the first half to the least of the second."""
-    half = len(rounds) // 2
-    early, late = (min(done.resident_kb for done in part) for part in (rounds[:half], rounds[-half:]))
-    return 1000 * (late - early) / sum(done.requests for done in rounds[half:])
+    """KB per 1,000 requests, by least squares."""
+    served = list(accumulate(done.requests for done in rounds))
+    return 1000 * linear_regression(served, [done.resident_kb for done in rounds]).slope
 
 
 def main() -> int:
