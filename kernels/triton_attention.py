@@ -53,27 +53,29 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
         prefill = plan_prefill(chunk_rows, tuple(chunks), block_size=block_size, rows_per_tile=rows_per_tile)
     if not narrow:
         return TritonPlan(num_rows, None, None, prefill, by_groups)
-    split = decode_tiles(head_dim).split
+    tiles = decode_tiles(head_dim)
     taken, seqs, num_keys = torch.tensor(narrow).unbind(1)
     decode = plan_decode(
         DecodeRows(rows.block_tables, num_keys.to(device, torch.int32), seqs.to(device, torch.int32)),
         block_size=block_size,
-        split=split,
-        most_items=sum(num_splits(keys, split) for _, _, keys in narrow),
+        split=tiles.split,
+        halved=tiles.halved,
+        most_items=sum(num_splits(keys, tiles.split, tiles.halved) for _, _, keys in narrow),
     )
     return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill, by_groups)
 
 
 def _plan_step(rows: PagedRows, positions: torch.Tensor, block_size: int, head_dim: int) -> DecodePlan:
     """One row of each sequence; the host says only how much room there is."""
-    split = decode_tiles(head_dim).split
+    tiles = decode_tiles(head_dim)
     assert max(rows.starts) < rows.block_tables.shape[1] * block_size, "block table does not cover the rows"
     seqs = torch.arange(rows.cu_rows[-1], dtype=torch.int32, device=positions.device)
     return plan_decode(
         DecodeRows(rows.block_tables, positions.int() + 1, seqs),
         block_size=block_size,
-        split=split,
-        most_items=sum(num_splits(start + 1, split) for start in rows.starts),
+        split=tiles.split,
+        halved=tiles.halved,
+        most_items=sum(num_splits(start + 1, tiles.split, tiles.halved) for start in rows.starts),
     )
 
 

@@ -1,8 +1,9 @@
 """Attention of single rows over their whole paged history, in splits of a fixed length.
 
-Split s of a row is its keys [s * split, (s + 1) * split). Each is computed by itself into (output, log-sum-exp), and a
-row's splits are merged in position order, so that a row's bytes follow from its query and its keys alone: not from the
-batch, from which blocks hold the keys, nor from how many programs run. Rows of several sequences lie side by side; k
+A row's keys are cut at multiples of a fixed number, of its half among the first keys where a short history would fill
+few programs. Each split is computed by itself into (output, log-sum-exp), and a row's splits are merged in position
+order, so that a row's bytes follow from its query and its keys alone: not from the batch, from which blocks hold the
+keys, nor from how many programs run. Rows of several sequences lie side by side; k
 verification rows of one sequence are k rows whose histories differ by one key, and give the bytes of k decode steps.
 
 Every size that changes from step to step is read on the device, so a captured graph serves any batch that fits.
@@ -31,23 +32,26 @@ MOST_ROWS = 4096  # of a plan: one program sums their splits
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How a launch is cut. `split` and `keys` decide bytes, the rest only speed."""
+    """How a launch is cut. `split`, `halved` and `keys` decide bytes, the rest only speed."""
 
-    split: int  # keys of a split, a whole number of `keys`
+    split: int  # keys of a split; its half is a whole number of `keys`
     keys: int  # that a program takes at once
     num_warps: int
     num_stages: int  # tiles in flight
     most_programs: int = 1 << 16  # of a launch; they take what is beyond in turns
+    halved: int = 0  # so many keys at the beginning, a whole number of splits, lie in splits half as long
 
 
 def decode_tiles(head_dim: int, num_programs: int = 1 << 16, *, is_fp8: bool = False) -> DecodeTiles:
-    """What was fastest on an H200. The split and the keys, which decide bytes, follow from none of these.
+    """What was fastest on an H200. The split, its half and the keys, which decide bytes, follow from none of these.
 
     Programs that have a multiprocessor to themselves keep more tiles in flight, and so do those whose tiles are small.
+    A captured step has room for up to twice the programs that have something to do.
     """
-    alone = num_programs <= NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
+    alone = 2 * num_programs <= 3 * NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
     small = head_dim * (1 if is_fp8 else 2) <= 128
-    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=3 if alone or small else 2)
+    stages = 3 if alone or small else 2
+    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=stages, halved=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class DecodePlan:
     item_rows: torch.Tensor  # [most_items] int32
     items: torch.Tensor  # [most_items, 4] int32: row, first key, key after the last, sequence
     split: int
+    halved: int
 
     @property
     def most_items(self) -> int:
@@ -76,9 +81,10 @@ class DecodePlan:
         return self.item_rows.shape[0]
 
 
-def num_splits(num_keys: int, split: int) -> int:
+def num_splits(num_keys: int, split: int, halved: int = 0) -> int:
     """Splits of a row, for a host that makes room for them."""
-    return -(-num_keys // split)
+    early = min(num_keys, halved)
+    return -(-2 * early // split) - (early - num_keys) // split
 
 
 @triton.jit(do_not_specialize=["num_rows", "most_items", "capacity"])
@@ -93,12 +99,16 @@ def _plan_kernel(
     most_items,
     capacity,
     SPLIT: tl.constexpr,
+    HALVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    HALF: tl.constexpr = SPLIT // 2
+    HALVES: tl.constexpr = HALVED // HALF
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     num_keys = tl.load(num_keys_ptr + rows, mask=rows < num_rows, other=0)
-    splits = tl.where(num_keys > capacity, 0, tl.cdiv(num_keys, SPLIT))
+    early = tl.minimum(num_keys, HALVED)
+    splits = tl.where(num_keys > capacity, 0, tl.cdiv(early, HALF) + tl.cdiv(num_keys - early, SPLIT))
     first = tl.sum(tl.where(rows < row, splits, 0), 0)
     last = first + tl.sum(tl.where(rows == row, splits, 0), 0)
     broken = (tl.load(num_keys_ptr + row) > capacity) | (last > most_items)
@@ -113,16 +123,18 @@ def _plan_kernel(
     for start in range(first, last, 128):
         item = start + steps
         inside = item < last
-        begin = (item - first) * SPLIT
+        number = item - first
+        begin = tl.minimum(number, HALVES) * HALF + tl.maximum(number - HALVES, 0) * SPLIT
+        end = begin + tl.where(number < HALVES, HALF, SPLIT)
         tl.store(item_rows_ptr + item, row, mask=inside)
         tl.store(items_ptr + 4 * item, row, mask=inside)
         tl.store(items_ptr + 4 * item + 1, begin, mask=inside)
-        tl.store(items_ptr + 4 * item + 2, tl.minimum(begin + SPLIT, num_keys), mask=inside)
+        tl.store(items_ptr + 4 * item + 2, tl.minimum(end, num_keys), mask=inside)
         tl.store(items_ptr + 4 * item + 3, seq, mask=inside)
 
 
-def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: int) -> DecodePlan:
-    """Lays out the splits of a batch, on the device.
+def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: int, halved: int = 0) -> DecodePlan:
+    """Lays out the splits of a batch, on the device; `split` and `halved` as in DecodeTiles.
 
     `most_items` is at least the sum of `num_splits` over the rows: a row whose splits find no room, or that has more
     keys than its table has blocks for, comes out as NaN.
@@ -133,6 +145,8 @@ def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: in
     assert rows.row_seqs.shape == (num_rows,)
     assert rows.block_tables.dtype in (torch.int32, torch.int64)
     assert rows.block_tables.stride(1) == 1
+    assert split % 2 == 0
+    assert halved % split == 0
     assert 0 < most_items < 1 << 18, "the sum of a full batch's items stays an int32"
     device = rows.num_keys.device
     first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
@@ -150,9 +164,10 @@ def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: in
         most_items,
         rows.block_tables.shape[1] * block_size,
         SPLIT=split,
+        HALVED=halved,
         ROWS=triton.next_power_of_2(num_rows),
     )
-    return DecodePlan(rows, first_items, num_items, item_rows, items, split)
+    return DecodePlan(rows, first_items, num_items, item_rows, items, split, halved)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -291,8 +306,8 @@ def _attend_by_tiles(
     outs, lses = results
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_plane.shape[1:3]
-    assert plan.split == tiles.split, "the plan has other splits"
-    assert tiles.split % tiles.keys == 0
+    assert (plan.split, plan.halved) == (tiles.split, tiles.halved), "the plan has other splits"
+    assert tiles.split % (2 * tiles.keys if tiles.halved else tiles.keys) == 0
     assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
     is_fp8 = k_plane.dtype == FP8
     group = num_heads // num_kv_heads

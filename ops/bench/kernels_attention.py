@@ -109,6 +109,7 @@ def _decode_row(name: str, shape: Shape, lengths: list[int]) -> Row:
     sweep = [DecodeTiles(split, 64, 4, stages) for split in (512, 1024, 2048) for stages in (2, 3, 4)]
     sweep += [DecodeTiles(1024, 64, 2, 2), DecodeTiles(1024, 32, 4, 2), DecodeTiles(1024, 32, 4, 3)]
     sweep += [DecodeTiles(split, 64, 4, 2, most_programs=528) for split in (512, 1024)]
+    sweep += [DecodeTiles(1024, 64, 4, stages, halved=halved) for halved in (4096, 16_384) for stages in (2, 3)]
     peers: list[Way] = []
     if len(set(lengths)) == 1:
         peers = [_sdpa_decode(backend) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)]
@@ -135,7 +136,7 @@ def _as_inputs(inputs: object) -> Inputs:
 
 
 def _decode_way(tiles: DecodeTiles) -> Way:
-    name = f"split {tiles.split} keys {tiles.keys} w{tiles.num_warps} s{tiles.num_stages}"
+    name = f"split {tiles.split} keys {tiles.keys} w{tiles.num_warps} s{tiles.num_stages} h{tiles.halved}"
     if tiles.most_programs < 1 << 16:
         name += f" p{tiles.most_programs}"
     return Way(name, lambda x: _decode_run(_as_inputs(x), tiles))
@@ -156,8 +157,8 @@ def _plan(x: Inputs, lengths: list[int], tiles: DecodeTiles) -> DecodePlan:
         width = -(-max(lengths) // BLOCK)
         tables = blocks[torch.arange(len(lengths) * width, device=DEVICE) % blocks.numel()].view(len(lengths), width)
     rows = DecodeRows(tables, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), seqs)
-    most = sum(num_splits(length, tiles.split) for length in lengths)
-    return plan_decode(rows, block_size=BLOCK, split=tiles.split, most_items=most)
+    most = sum(num_splits(length, tiles.split, tiles.halved) for length in lengths)
+    return plan_decode(rows, block_size=BLOCK, split=tiles.split, halved=tiles.halved, most_items=most)
 
 
 def _sdpa_decode(backend: SDPBackend) -> Way:

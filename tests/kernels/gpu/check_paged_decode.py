@@ -1,5 +1,8 @@
 """Paged decode attention: against float64, and the bytes that it promises not to change."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -11,9 +14,10 @@ from tests.kernels.gpu.paged import DEVICE, INTERPRETED, attend_exactly, make_pa
 BLOCK = 16 if INTERPRETED else 64
 SPLIT = 32 if INTERPRETED else 512
 KEYS = 16 if INTERPRETED else 64
-TILES = DecodeTiles(split=SPLIT, keys=KEYS, num_warps=4, num_stages=2)
+HALVED = SPLIT  # so many keys at the beginning lie in halves
+TILES = DecodeTiles(split=SPLIT, keys=KEYS, num_warps=4, num_stages=2, halved=HALVED)
 WAYS = [TILES] if INTERPRETED else [TILES, None]  # None: groups of warps, where the planes and the card are fit
-RAGGED = [1, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5, BLOCK, BLOCK + 1]
+RAGGED = [1, SPLIT // 2 + 1, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5, BLOCK, BLOCK + 1]
 
 
 def decode(pages, q, lengths, scale, *, tiles: DecodeTiles | None = TILES, room=None, row_seqs=None, v_scale=1.0):
@@ -22,8 +26,8 @@ def decode(pages, q, lengths, scale, *, tiles: DecodeTiles | None = TILES, room=
     if tiles is None and not is_fit(q, pages.k_plane):
         pytest.skip("is attended to by tiles")
     rows = DecodeRows(pages.tables, num_keys, seqs.to(DEVICE))
-    most = sum(num_splits(length, SPLIT) for length in lengths) + 2 if room is None else room
-    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=SPLIT, most_items=most)
+    most = sum(num_splits(length, SPLIT, HALVED) for length in lengths) + 2 if room is None else room
+    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=SPLIT, halved=HALVED, most_items=most)
     return paged_decode(q, pages.k_plane, pages.v_plane, plan, scale, v_scale=v_scale, tiles=tiles)
 
 
@@ -43,6 +47,26 @@ def test_ragged_rows_equal_float64(heads, kv_heads, head_dim, tiles):
     q = randn(len(RAGGED), heads, head_dim, seed=2)
     out = decode(pages, q, RAGGED, head_dim**-0.5, tiles=tiles)
     assert relative_error(out, expected_rows(pages, q, RAGGED, head_dim**-0.5)) < 4e-3
+
+
+@pytest.mark.parametrize("halved", [0, SPLIT, 3 * SPLIT])
+def test_splits_lie_at_absolute_keys_and_the_first_are_halves(halved):
+    borders = [*range(0, halved, SPLIT // 2), *range(halved, 6 * SPLIT, SPLIT)]
+    lengths = [1, SPLIT // 2, SPLIT // 2 + 1, SPLIT, 3 * SPLIT - 1, 3 * SPLIT, 3 * SPLIT + 1, 5 * SPLIT]
+    expected = [
+        [row, begin, min(end, length), row]
+        for row, length in enumerate(lengths)
+        for begin, end in pairwise(borders)
+        if begin < length
+    ]
+    ids = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
+    num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    rows = DecodeRows(torch.zeros(len(lengths), 5 * SPLIT // BLOCK, dtype=torch.int64, device=DEVICE), num_keys, ids)
+    most = sum(num_splits(length, SPLIT, halved) for length in lengths)
+    plan = plan_decode(rows, block_size=BLOCK, split=SPLIT, halved=halved, most_items=most)
+    assert plan.items.tolist() == expected
+    assert plan.item_rows.tolist() == [row for row, *_ in expected]
+    assert plan.num_items.tolist() == [num_splits(length, SPLIT, halved) for length in lengths]
 
 
 @pytest.mark.parametrize("tiles", WAYS)
@@ -76,7 +100,7 @@ def test_batch_block_ids_and_programs_change_no_byte(tiles):
     pages = make_pages(lengths, 2, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=9)
     q = randn(3, 4, 64, seed=10)
     together = decode(pages, q, lengths, 0.1, tiles=tiles)
-    few = DecodeTiles(SPLIT, KEYS, num_warps=4, num_stages=2, most_programs=3) if tiles else None
+    few = replace(TILES, most_programs=3) if tiles else None
     assert torch.equal(together, decode(pages, q, lengths, 0.1, tiles=few, room=40))
     for s, length in enumerate(lengths):
         assert torch.equal(together[s], decode(pages, q[s : s + 1], [length], 0.1, row_seqs=[s], tiles=tiles)[0])
@@ -124,8 +148,9 @@ def test_a_row_without_room_is_nan_and_harms_no_row_before_it(tiles):
     lengths = [SPLIT, 2 * SPLIT]
     pages = make_pages(lengths, 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=15)
     q = randn(2, 2, 64, seed=16)
-    enough = decode(pages, q, lengths, 0.1, room=3, tiles=tiles)
-    short = decode(pages, q, lengths, 0.1, room=2, tiles=tiles)
+    needed = sum(num_splits(length, SPLIT, HALVED) for length in lengths)
+    enough = decode(pages, q, lengths, 0.1, room=needed, tiles=tiles)
+    short = decode(pages, q, lengths, 0.1, room=needed - 1, tiles=tiles)
     assert torch.equal(short[0], enough[0])
     assert short[1].isnan().all()
     assert enough.isfinite().all()
@@ -165,6 +190,11 @@ def test_offsets_pass_the_range_of_int32():
     rows = DecodeRows(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[last]], [64], [0])))
     q = randn(1, 8, 128, seed=23)
     out = paged_decode(
-        q, k_plane, v_plane, plan_decode(rows, block_size=64, split=SPLIT, most_items=1), 0.1, tiles=TILES
+        q,
+        k_plane,
+        v_plane,
+        plan_decode(rows, block_size=64, split=SPLIT, halved=HALVED, most_items=1),
+        0.1,
+        tiles=TILES,
     )
     assert relative_error(out[0], attend_exactly(q[0], keys, values, 0.1)) < 4e-3

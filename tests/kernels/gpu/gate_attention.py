@@ -35,8 +35,9 @@ def tables(*shape):
     return ids(*shape, dtype=torch.int64)
 
 
-def decode_plan(split):
-    return plan_decode(DecodeRows(tables(2, 2048), ids(2), ids(2)), block_size=64, split=split, most_items=300)
+def decode_plan(split, halved=0):
+    rows = DecodeRows(tables(2, 2048), ids(2), ids(2))
+    return plan_decode(rows, block_size=64, split=split, halved=halved, most_items=300)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
     # Some shapes put a register or two aside.
     with machine_code(8) as code:
         q = ids(2, heads, head_dim, dtype=BF16)
-        plan = decode_plan(decode_tiles(head_dim).split)
+        tiles = decode_tiles(head_dim)
+        plan = decode_plan(tiles.split, tiles.halved)
         paged_decode(q, k, v, plan, head_dim**-0.5, gate=q if head_dim == 256 else None)
     kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
@@ -69,7 +71,8 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (16, 1, 256)], 1))
 def test_float8_decode_by_groups_of_warps(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim, dtype=FP8) for _ in range(2))
-    plan = decode_plan(decode_tiles(head_dim).split)
+    tiles = decode_tiles(head_dim)
+    plan = decode_plan(tiles.split, tiles.halved)
     results = torch.empty(300, heads, head_dim), torch.empty(300, heads)
     with machine_code() as code:
         attend_splits(
