@@ -37,7 +37,7 @@ def prefilled(model: Model, lengths: tuple[int, ...]) -> DevicePools:
 
 def test_a_padded_step_gives_what_a_batch_of_as_many_rows_gives_and_draws_each_row_its_own_way(model: Model) -> None:
     lengths = (9, 4, 6)
-    bare, padded = prefilled(model, lengths), prefilled(model, lengths)
+    before, bare, padded = (prefilled(model, lengths) for _ in range(3))
     sequences = [SequenceRows([11], n, TABLES[s], 2 + s, 2 + s) for s, n in enumerate(lengths)]
     stranger = SequenceRows([0], 0, [11], 5, 5)  # as the step pads: experts get as many rows, sums are rounded alike
     want = finish(model.forward(make_batch([*sequences, stranger], BLOCK, CPU), bare))[:3]
@@ -48,9 +48,10 @@ def test_a_padded_step_gives_what_a_batch_of_as_many_rows_gives_and_draws_each_r
     filters = Filters(temperature=0.8, top_k=5, top_p=0.9)
     assert got.tokens == (int(want[0].argmax()), None, draw(want[2], filters, 0.37))
     for name, part in {**padded.planes, **padded.slot_tensors}.items():
-        other = {**bare.planes, **bare.slot_tensors}[name]
-        taken = [2, 3, 4] if name in padded.slot_tensors else [block for table in TABLES for block in table]
-        assert torch.equal(part[taken], other[taken])
+        is_slot = name in padded.slot_tensors
+        taken, spare = ([2, 3, 4], [5]) if is_slot else ([block for table in TABLES for block in table], [1, 11])
+        assert torch.equal(part[taken], {**bare.planes, **bare.slot_tensors}[name][taken])
+        assert torch.equal(part[spare], {**before.planes, **before.slot_tensors}[name][spare]), "padding wrote here"
     assert step.counts.eager == 1
 
 

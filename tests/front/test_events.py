@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_a_follower_gets_what_comes_and_is_told_what_it_missed() -> None:
             for _ in range(10):  # while the reader is busy
                 log.add(pb.EVENT_KIND_SERVING, "")
             assert await numbers(entries, 3) == [(10, 7), (11, 0), (12, 0)]
+
+    asyncio.run(main())
+
+
+def test_a_log_that_fills_takes_no_memory_that_it_has_not_had_from_the_start() -> None:
+    async def main() -> None:
+        tracemalloc.start()
+        log = EventLog(max_events=512)
+        made_bytes, _ = tracemalloc.get_traced_memory()
+        for number in range(1024):
+            log.add(pb.EVENT_KIND_ENGINE_STARTED, f"engine started: pid {number}", count=number)
+        filled_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert filled_bytes <= made_bytes
 
     asyncio.run(main())
 
