@@ -12,7 +12,8 @@ BUF_VERSION := 1.75.0
 # Kernels are interpreted and compiled by the tests; a torch with a GPU brings its own.
 TRITON_VERSION := 3.6.0
 MODEL ?=
-PYTEST_ARGS ?= -n auto --dist loadfile
+# Once a worker is lost the run ends: xdist hands a new one files that are done already, and waits for ever.
+PYTEST_ARGS ?= -n auto --dist loadfile --max-worker-restart 0
 BENCH_ARGS ?=
 
 VENV := .venv

@@ -9,7 +9,9 @@ import torch
 
 from daemon.config import EngineConfig
 from daemon.engine.engine import Engine
+from daemon.engine.sequence import Sequence as EngineSequence
 from daemon.engine.tiers import make_cache, make_device
+from daemon.engine.turns import Turns
 from daemon.messages import (
     Finished,
     Rejected,
@@ -31,6 +33,7 @@ from tiers.mover import Job
 from tiers.pools import DevicePools, HostArena
 
 BLOCK, GRID = 4, 8
+MOST_STEPS_AT_REST = 10_000  # a loop that steps until something comes must not outlive the engine's work for ever
 INVENTED = Invented()
 
 
@@ -82,6 +85,13 @@ class ManualMover:
         self.poll()
 
 
+class EqualTurns(Turns):
+    """Each chunk and each row counts as much as any other, so that whose turn it is does not depend on this machine."""
+
+    def spent(self, sequence: EngineSequence, elapsed_s: float) -> None:
+        super().spent(sequence, 1.0)
+
+
 class Harness:
     """Runs the real engine; after every step checks the books, poisons what is free and guards what is shared."""
 
@@ -102,6 +112,7 @@ class Harness:
     ) -> None:
         self.model = model or INVENTED
         self.now = 0.0
+        self._steps_at_rest = 0
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.finished: dict[tuple[str, int], Finished] = {}
@@ -138,6 +149,7 @@ class Harness:
             clock=lambda: self.now,
             unix_clock=lambda: 1e9 + self.now,
         )
+        self.engine.scheduler.turns = EqualTurns()
         self._shared: dict[bytes, tuple[int, bytes]] = {}  # key of a published block: its id and bytes then
 
     def submit(
@@ -170,8 +182,15 @@ class Harness:
             )
         )
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is open and nothing moves: no step changes anything any more."""
+        return self.engine.is_idle and self.engine.cache.is_settled
+
     def step(self, times: int = 1) -> None:
         for _ in range(times):
+            self._steps_at_rest = self._steps_at_rest + 1 if self.is_at_rest else 0
+            assert self._steps_at_rest < MOST_STEPS_AT_REST, "the test waits for what cannot come any more"
             self.now += 0.01
             with torch.inference_mode():
                 self.engine.step()
@@ -181,7 +200,7 @@ class Harness:
     def run(self, limit: int = 20_000) -> int:
         """Steps until idle; how many it took."""
         for count in range(limit):
-            if self.engine.is_idle and self.engine.cache.is_settled:
+            if self.is_at_rest:
                 return count
             self.step()
         raise AssertionError(f"no end after {limit} steps: no progress")

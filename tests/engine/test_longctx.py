@@ -335,18 +335,21 @@ def test_a_small_one_draws_a_token_in_every_step_beside_a_giant(tier: str, tmp_p
 
 def test_giants_take_turns(tmp_path: Path) -> None:
     harness = small(400, tmp_path, num_blocks=24)
-    for name in ("one", "other"):
-        harness.submit(name, prompt_of(LONG + 3, len(name)), 60, ignore_eos=True)
-    while not (harness.tokens[("one", 0)] and harness.tokens[("other", 0)]):
+    names, max_tokens = ("one", "other"), 60
+    for name in names:
+        harness.submit(name, prompt_of(LONG + 3, len(name)), max_tokens, ignore_eos=True)
+    while not all(harness.tokens[(name, 0)] for name in names):
         harness.step()
-    before = [len(harness.tokens[(name, 0)]) for name in ("one", "other")]
-    while min(len(harness.tokens[(name, 0)]) for name in ("one", "other")) < max(before) + GRID:
+    before = [len(harness.tokens[(name, 0)]) for name in names]
+    assert max(before) + GRID <= max_tokens, "one ran on while the other's prompt was computed"
+    while min(len(harness.tokens[(name, 0)]) for name in names) < max(before) + GRID:
         harness.step()
-        made = [len(harness.tokens[(name, 0)]) - had for name, had in zip(("one", "other"), before, strict=True)]
+        made = [len(harness.tokens[(name, 0)]) - had for name, had in zip(names, before, strict=True)]
         assert ("one", 0) in harness.finished or ("other", 0) in harness.finished or abs(made[0] - made[1]) <= 1
     harness.run()
-    for name in ("one", "other"):
-        assert harness.tokens[(name, 0)] == ORACLE.answer(prompt_of(LONG + 3, len(name)), 60, stop_at_eos=False)
+    for name in names:
+        answer = ORACLE.answer(prompt_of(LONG + 3, len(name)), max_tokens, stop_at_eos=False)
+        assert harness.tokens[(name, 0)] == answer
     harness.assert_idle_books()
 
 
