@@ -333,7 +333,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Ends the threads and gives the directory back. A thread that the disk holds keeps its files open."""
-        if self._reader.crew.close(self._limits.read_stall_s) and self._changes.close():
+        are_closed = self._reader.crew.close(self._limits.read_stall_s), self._changes.close()
+        if all(are_closed):
             with suppress(OSError, IndexDamaged):  # what was committed is safe in the log
                 self._on_close.close()
 

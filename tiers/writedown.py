@@ -9,7 +9,8 @@ With a host tier an image goes there first and to disk from there. Without one i
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tiers.device import DeviceTier
@@ -33,6 +34,9 @@ class WriteLimits:
     dirty_bytes: int  # held by batches that are not committed
     bytes_per_s: int | None
     busy_bytes_per_s: int | None = None  # while steps want the cores that code the records
+
+
+Place = tuple[bytes, bool]  # what a copy is found by: key of the block, and whether it is the state after it
 
 
 @dataclass(slots=True)
@@ -68,6 +72,11 @@ class Batch:
     refs: list[RecordRef] = field(default_factory=list[RecordRef])
     took_s: float = 0.0
 
+    @property
+    def places(self) -> "dict[Place, Node]":
+        """What it writes."""
+        return {(write.node.key, write.is_state): write.node for write in self.writes}
+
 
 class WriteDown:
     """Owns the offers and the batches in flight."""
@@ -92,7 +101,8 @@ class WriteDown:
         self.dirty_bytes = 0
         self._offers: OrderedDict[Node, None] = OrderedDict()
         self._in_flight: list[Batch] = []
-        self._on_the_way: set[tuple[Node, bool]] = set()  # what they write; bool: the checkpoint
+        self._on_the_way: dict[Place, Node] = {}  # what these and others write, each place once at a time
+        self._postponed: defaultdict[Place, list[Node]] = defaultdict(list)  # offered again when a place is written
         self._num_batches = 0
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
@@ -120,7 +130,7 @@ class WriteDown:
     def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
         self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
-        while self._offers and self._has_room and self._allowance >= self._least_allowance:
+        while self._offers and self._has_room and self.has_allowance:
             node = next(iter(self._offers))
             batch = self._plan(node)
             if batch is None:
@@ -137,12 +147,14 @@ class WriteDown:
         """For one more batch; else offers wait for those on their way."""
         return self.dirty_bytes < self.limits.dirty_bytes and (self.disk is None or not self.disk.is_crowded)
 
-    def spend(self, num_bytes: int) -> bool:
-        """Whether the rate allows that others write now; what they write counts against it."""
-        if self._allowance < self._least_allowance:
-            return False
+    @property
+    def has_allowance(self) -> bool:
+        """The rate allows that somebody writes now."""
+        return self._allowance >= self._least_allowance
+
+    def spend(self, num_bytes: int) -> None:
+        """What others write counts against the rate."""
         self._allowance -= num_bytes
-        return True
 
     def clean_up(self) -> None:
         """Has the records deleted that no node has any more."""
@@ -158,6 +170,25 @@ class WriteDown:
             disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
+
+    def begin(self, places: Mapping[Place, Node]) -> bool:
+        """Claims places for a write; False where one of them is on its way already.
+
+        A node can leave the tree while it is written, and its tokens be computed again: were both written at once, the
+        later record would replace the earlier, and either could be the one that the tree does not know.
+        """
+        if not self._on_the_way.keys().isdisjoint(places):
+            return False
+        self._on_the_way.update(places)
+        return True
+
+    def end(self, places: Iterable[Place]) -> None:
+        """They have been written, or have not; whoever waited for one of them is offered again."""
+        for place in places:
+            del self._on_the_way[place]
+            for node in self._postponed.pop(place, ()):
+                if node.parent is not None:
+                    self.offer(node)
 
     def astray(self) -> list[str]:
         """Dirty bytes that no batch has."""
@@ -192,19 +223,26 @@ class WriteDown:
 
     def _plan(self, node: Node) -> Batch | None:
         """The next batch of an offer; None where nothing is left to write or its bytes are gone."""
-        if node.parent is None or (self.host is None and (self.disk is None or not self.disk.takes_writes)):
+        to_disk = self.disk is not None and self.disk.takes_writes  # asked once: the disk may recover meanwhile
+        if node.parent is None or (self.host is None and not to_disk):
             self.stats.dropped_offers += 1
             return None
-        wanted = [(above, False) for above in node.path() if not self._has_block(above)]
-        if node.has_state and not self._has_state(node):
+        wanted = [
+            (above, False) for above in node.path() if (above.disk_block if to_disk else above.host_block) is None
+        ]
+        if node.has_state and (node.disk_state if to_disk else node.host_state) is None:
             wanted.append((node, True))
         self._num_batches += 1
         resources = Resources(f"write:{self._num_batches}")
         writes: list[Write] = []
         num_bytes = 0
         for above, is_state in wanted:
-            if (above, is_state) in self._on_the_way:
+            writing = self._on_the_way.get((above.key, is_state))
+            if writing is above:
                 continue
+            if writing is not None:
+                self._postponed[above.key, is_state].append(node)
+                break
             if self.disk is not None and self.device.tree.find(above.key) is not above:
                 break  # another block has the same key: on disk it would be taken for that one
             if above.parent is None:
@@ -212,7 +250,7 @@ class WriteDown:
             size = self.device.layout.slot_bytes if is_state else self.device.layout.block_bytes
             if writes and num_bytes + size > self._batch_bytes:
                 break
-            write = self._write(resources, above, is_state=is_state)
+            write = self._write(resources, above, is_state=is_state, to_disk=to_disk)
             if write is None:
                 break
             writes.append(write)
@@ -226,25 +264,16 @@ class WriteDown:
         for write in writes:
             if write.source is not None and write.is_state:
                 self.device.hold_state(resources, write.node)
-        self._on_the_way.update((write.node, write.is_state) for write in writes)
-        return Batch(resources, tuple(writes), num_bytes)
+        batch = Batch(resources, tuple(writes), num_bytes)
+        self._on_the_way.update(batch.places)
+        return batch
 
-    def _has_block(self, node: Node) -> bool:
-        return (node.disk_block if self._to_disk else node.host_block) is not None
-
-    def _has_state(self, node: Node) -> bool:
-        return (node.disk_state if self._to_disk else node.host_state) is not None
-
-    @property
-    def _to_disk(self) -> bool:
-        return self.disk is not None and self.disk.takes_writes
-
-    def _write(self, resources: Resources, node: Node, *, is_state: bool) -> Write | None:
+    def _write(self, resources: Resources, node: Node, *, is_state: bool, to_disk: bool) -> Write | None:
         """One image's way down; None where its bytes are nowhere to be had, or nowhere to go."""
         source = node.checkpoint if is_state else node.block_id
         copy = node.host_state if is_state else node.host_block
         head = None
-        if self.disk is not None and self._to_disk:
+        if self.disk is not None and to_disk:
             head = self.disk.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK)
         if copy is not None and self.host is not None:
             self.host.hold(resources, copy)
@@ -300,7 +329,6 @@ class WriteDown:
     def _done(self, batch: Batch, error: Exception | None) -> None:
         self._in_flight.remove(batch)
         self.dirty_bytes -= batch.num_bytes
-        self._on_the_way.difference_update((write.node, write.is_state) for write in batch.writes)
         if error is None:
             self._commit(batch)
         else:
@@ -309,6 +337,7 @@ class WriteDown:
                 self.disk.write_failed(len(batch.writes), error)
             for write in batch.writes:
                 self._offers.pop(write.node, None)
+        self.end(batch.places)
         batch.resources.release()
 
     def _commit(self, batch: Batch) -> None:
@@ -322,8 +351,11 @@ class WriteDown:
                 self.host.give(batch.resources, node, write.chunks, is_state=write.is_state)
             if ref is None or self.disk is None:
                 continue
-            if not is_linked or not self.disk.take_in(node, ref, is_state=write.is_state):
-                self.disk.garbage.append(ref)
+            if is_linked and self.disk.take_in(node, ref, is_state=write.is_state):
+                continue
+            self.disk.garbage.append(ref)
+            if is_linked:
+                self._came_too_early(batch, write)
         if self.host is not None:
             filled = [write for write in batch.writes if write.fills_host and write.chunks is not None]
             self.host.stats.writes += len(filled)
@@ -331,6 +363,20 @@ class WriteDown:
             if self.disk is None and filled:
                 self.host.stats.write_s += batch.took_s
                 self.host.meters.write_s.observe(batch.took_s)
+        self._count(batch)
+
+    def _came_too_early(self, batch: Batch, write: Write) -> None:
+        """A record was committed before one above it, and is to be written again: behind that one it would be lost."""
+        path = write.node.path() if write.is_state else write.node.path()[:-1]
+        lacking = next((above for above in path if above.disk_block is None), None)
+        if lacking is None:
+            self.offer(write.node)
+            return
+        place = lacking.key, False
+        if place in self._on_the_way and place not in batch.places:  # else it has made room for others
+            self._postponed[place].append(write.node)
+
+    def _count(self, batch: Batch) -> None:
         if self.disk is not None and batch.refs:
             stats = self.disk.stats
             stats.writes += len(batch.refs)

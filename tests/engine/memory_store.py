@@ -51,6 +51,11 @@ class MemoryStore:
         for head, image in records:
             assert head.depth >= 1
             assert head.kind is RecordKind.CHECKPOINT or head.tokens
+            replaced = [
+                g for g, (known, _, _) in self.records.items() if (known.key, known.kind) == (head.key, head.kind)
+            ]
+            for generation in replaced:
+                del self.records[generation]
             self._generation += 1
             ref = RecordRef(0, self._generation * 4096, len(image), self._generation)
             self.records[ref.generation] = (head, ref, bytes(image))
