@@ -323,7 +323,7 @@ class PrefixList(msgspec.Struct, frozen=True, tag=True):
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """All is written. `durable`: and synced, so that it survives a power cut."""
+    """All is written that could be. `durable`: every prefix is, and synced, so that it survives a power cut."""
 
     query_id: int
     records: int

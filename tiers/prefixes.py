@@ -73,9 +73,13 @@ class Prefixes:
             return False
         return node.has_state if layout.slots else len(node.children) != 1 or node in self.pins
 
+    def unwritten(self) -> list[Node]:
+        """Prefixes that the lowest tier lacks, or lacks a part of."""
+        return [n for n in self.tree.nodes() if self.is_prefix(n) and not self.cache.writedown.is_written(n)]
+
     def offer_unwritten(self) -> int:
         """Offers the lower tiers all that they lack. Returns: how many prefixes that is about."""
-        lacking = [n for n in self.tree.nodes() if self.is_prefix(n) and not self.cache.writedown.is_written(n)]
+        lacking = self.unwritten()
         for node in lacking:
             self.cache.offer(node)
         return len(lacking)

@@ -309,7 +309,7 @@ class Questions:
             writes - flush.writes,
             written - flush.written_bytes,
             time.monotonic() - flush.began,
-            durable=self.cache.disk is not None and self.cache.disk.takes_writes,
+            durable=self.cache.disk is not None and not self.prefixes.unwritten(),
         )
 
     def _verify(self, question: Verify) -> None:

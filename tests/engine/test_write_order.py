@@ -2,6 +2,7 @@
 
 import pytest
 
+from daemon.cache_messages import Flush, Flushed, TierName
 from tests.engine.harness import GRID, Harness
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import forget_device, prompt_of, serve
@@ -103,4 +104,21 @@ def test_a_disk_that_recovers_while_a_write_is_planned_is_not_given_what_it_has(
     harness.run()
     assert set(store.records) == before
     harness.assert_idle_books()
+    assert_all_of_it_is_on_disk(store)
+
+
+def test_a_flush_is_durable_where_the_disk_has_every_prefix_and_not_where_a_write_failed() -> None:
+    store = MemoryStore()
+    harness = Harness(store=store)
+    store.takes_writes = False
+    serve(harness, "first", PROMPT)
+    store.takes_writes = True
+    for query_id, fails in enumerate((True, False)):
+        error = OSError("no space left") if fails else None
+        store.fails = lambda what, head, error=error: error if what == "write" else None
+        harness.engine.handle(Flush(query_id, TierName.DISK))
+        harness.run()
+        answer = harness.other[-1]
+        assert isinstance(answer, Flushed)
+        assert (answer.query_id, answer.durable, bool(answer.records)) == (query_id, not fails, not fails)
     assert_all_of_it_is_on_disk(store)
