@@ -272,17 +272,16 @@ class DiskTier:
         return health.state is not StoreState.DEGRADED or health.retry_in_s == 0
 
     def take_in(self, node: Node, ref: RecordRef, *, is_state: bool) -> bool:
-        """A record has been committed; False where it has no place: there is one already, a gap above it, or a record
-        above it that was written later, behind which `load` would not look for it."""
+        """A record has been committed; False where it has no place: there is one already, or a gap above it."""
         assert node.parent is not None
-        above = node.disk_block if is_state else node.parent.disk_block
-        if (node.disk_state if is_state else node.disk_block) is not None:
-            return False
-        if above is None and (is_state or node.parent.parent is not None):
-            return False
-        if above is not None and above.generation > ref.generation:
-            return False
-        (self.set_state if is_state else self.set_block)(node, ref)
+        if is_state:
+            if node.disk_block is None or node.disk_state is not None:
+                return False
+            self.set_state(node, ref)
+        else:
+            if node.disk_block is not None or (node.parent.parent is not None and node.parent.disk_block is None):
+                return False
+            self.set_block(node, ref)
         return True
 
     def write_failed(self, num_records: int, error: Exception) -> None:

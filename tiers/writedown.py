@@ -5,12 +5,13 @@ remembered, not held: each is turned into batches when there is room for dirty b
 its blocks are by then. A batch holds what it reads until its job is done. Nothing here is ever awaited by a step; what
 cannot be written is dropped and counted.
 
-With a host tier an image goes there first and to disk from there. Without one it goes to disk from the device.
+With a host tier an image goes there first and to disk from there. Without one it goes to disk from the device. The
+mover writes one batch after another: a record is on disk before what hangs below it, and of two with one key the later
+is the one that stays and the one that the tree takes in last.
 """
 
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tiers.device import DeviceTier
@@ -34,9 +35,6 @@ class WriteLimits:
     dirty_bytes: int  # held by batches that are not committed
     bytes_per_s: int | None
     busy_bytes_per_s: int | None = None  # while steps want the cores that code the records
-
-
-Place = tuple[bytes, bool]  # what a copy is found by: key of the block, and whether it is the state after it
 
 
 @dataclass(slots=True)
@@ -72,11 +70,6 @@ class Batch:
     refs: list[RecordRef] = field(default_factory=list[RecordRef])
     took_s: float = 0.0
 
-    @property
-    def places(self) -> "dict[Place, Node]":
-        """What it writes."""
-        return {(write.node.key, write.is_state): write.node for write in self.writes}
-
 
 class WriteDown:
     """Owns the offers and the batches in flight."""
@@ -101,8 +94,7 @@ class WriteDown:
         self.dirty_bytes = 0
         self._offers: OrderedDict[Node, None] = OrderedDict()
         self._in_flight: list[Batch] = []
-        self._on_the_way: dict[Place, Node] = {}  # what these and others write, each place once at a time
-        self._postponed: defaultdict[Place, list[Node]] = defaultdict(list)  # offered again when a place is written
+        self._on_the_way: set[tuple[Node, bool]] = set()  # what they write; bool: the checkpoint
         self._num_batches = 0
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
@@ -130,7 +122,7 @@ class WriteDown:
     def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
         self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
-        while self._offers and self._has_room and self.has_allowance:
+        while self._offers and self._has_room and self._allowance >= self._least_allowance:
             node = next(iter(self._offers))
             batch = self._plan(node)
             if batch is None:
@@ -147,14 +139,12 @@ class WriteDown:
         """For one more batch; else offers wait for those on their way."""
         return self.dirty_bytes < self.limits.dirty_bytes and (self.disk is None or not self.disk.is_crowded)
 
-    @property
-    def has_allowance(self) -> bool:
-        """The rate allows that somebody writes now."""
-        return self._allowance >= self._least_allowance
-
-    def spend(self, num_bytes: int) -> None:
-        """What others write counts against the rate."""
+    def spend(self, num_bytes: int) -> bool:
+        """Whether the rate allows that others write now; what they write counts against it."""
+        if self._allowance < self._least_allowance:
+            return False
         self._allowance -= num_bytes
+        return True
 
     def clean_up(self) -> None:
         """Has the records deleted that no node has any more."""
@@ -170,25 +160,6 @@ class WriteDown:
             disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
-
-    def begin(self, places: Mapping[Place, Node]) -> bool:
-        """Claims places for a write; False where one of them is on its way already.
-
-        A node can leave the tree while it is written, and its tokens be computed again: were both written at once, the
-        later record would replace the earlier, and either could be the one that the tree does not know.
-        """
-        if not self._on_the_way.keys().isdisjoint(places):
-            return False
-        self._on_the_way.update(places)
-        return True
-
-    def end(self, places: Iterable[Place]) -> None:
-        """They have been written, or have not; whoever waited for one of them is offered again."""
-        for place in places:
-            del self._on_the_way[place]
-            for node in self._postponed.pop(place, ()):
-                if node.parent is not None:
-                    self.offer(node)
 
     def astray(self) -> list[str]:
         """Dirty bytes that no batch has."""
@@ -237,12 +208,8 @@ class WriteDown:
         writes: list[Write] = []
         num_bytes = 0
         for above, is_state in wanted:
-            writing = self._on_the_way.get((above.key, is_state))
-            if writing is above:
+            if (above, is_state) in self._on_the_way:
                 continue
-            if writing is not None:
-                self._postponed[above.key, is_state].append(node)
-                break
             if self.disk is not None and self.device.tree.find(above.key) is not above:
                 break  # another block has the same key: on disk it would be taken for that one
             if above.parent is None:
@@ -264,9 +231,8 @@ class WriteDown:
         for write in writes:
             if write.source is not None and write.is_state:
                 self.device.hold_state(resources, write.node)
-        batch = Batch(resources, tuple(writes), num_bytes)
-        self._on_the_way.update(batch.places)
-        return batch
+        self._on_the_way.update((write.node, write.is_state) for write in writes)
+        return Batch(resources, tuple(writes), num_bytes)
 
     def _write(self, resources: Resources, node: Node, *, is_state: bool, to_disk: bool) -> Write | None:
         """One image's way down; None where its bytes are nowhere to be had, or nowhere to go."""
@@ -329,6 +295,7 @@ class WriteDown:
     def _done(self, batch: Batch, error: Exception | None) -> None:
         self._in_flight.remove(batch)
         self.dirty_bytes -= batch.num_bytes
+        self._on_the_way.difference_update((write.node, write.is_state) for write in batch.writes)
         if error is None:
             self._commit(batch)
         else:
@@ -337,7 +304,6 @@ class WriteDown:
                 self.disk.write_failed(len(batch.writes), error)
             for write in batch.writes:
                 self._offers.pop(write.node, None)
-        self.end(batch.places)
         batch.resources.release()
 
     def _commit(self, batch: Batch) -> None:
@@ -351,11 +317,8 @@ class WriteDown:
                 self.host.give(batch.resources, node, write.chunks, is_state=write.is_state)
             if ref is None or self.disk is None:
                 continue
-            if is_linked and self.disk.take_in(node, ref, is_state=write.is_state):
-                continue
-            self.disk.garbage.append(ref)
-            if is_linked:
-                self._came_too_early(batch, write)
+            if not is_linked or not self.disk.take_in(node, ref, is_state=write.is_state):
+                self.disk.garbage.append(ref)
         if self.host is not None:
             filled = [write for write in batch.writes if write.fills_host and write.chunks is not None]
             self.host.stats.writes += len(filled)
@@ -363,20 +326,6 @@ class WriteDown:
             if self.disk is None and filled:
                 self.host.stats.write_s += batch.took_s
                 self.host.meters.write_s.observe(batch.took_s)
-        self._count(batch)
-
-    def _came_too_early(self, batch: Batch, write: Write) -> None:
-        """A record was committed before one above it, and is to be written again: behind that one it would be lost."""
-        path = write.node.path() if write.is_state else write.node.path()[:-1]
-        lacking = next((above for above in path if above.disk_block is None), None)
-        if lacking is None:
-            self.offer(write.node)
-            return
-        place = lacking.key, False
-        if place in self._on_the_way and place not in batch.places:  # else it has made room for others
-            self._postponed[place].append(write.node)
-
-    def _count(self, batch: Batch) -> None:
         if self.disk is not None and batch.refs:
             stats = self.disk.stats
             stats.writes += len(batch.refs)

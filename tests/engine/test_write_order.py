@@ -1,4 +1,4 @@
-"""Writes of one path that overlap: whatever the disk finishes first, the tree's records are those that it has."""
+"""Writes that meet a disk which recovers, fails, or has the same keys already: the tree's records are those it has."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.engine.harness import GRID, Harness
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tiers.meters import EvictionReason
-from tiers.mover import Job, Priority
+from tiers.mover import Priority
 
 
 class Recovering(MemoryStore):
@@ -27,19 +27,6 @@ class Recovering(MemoryStore):
 PROMPT = prompt_of(4 * GRID + 1)
 
 
-def writes(harness: Harness) -> list[Job]:
-    """On their way to the disk, oldest first."""
-    return [job for job in harness.mover.waiting if job.priority is Priority.WRITE_DOWN]
-
-
-def finish_in_order(harness: Harness, jobs: list[Job]) -> None:
-    """What waits is done at last, these of it behind all else and one after the other."""
-    harness.mover.waiting = [job for job in harness.mover.waiting if job not in jobs] + jobs
-    harness.mover.is_stalled = False
-    harness.run()
-    harness.assert_idle_books()
-
-
 def assert_all_of_it_is_on_disk(store: MemoryStore) -> None:
     """For the next engine too, which asks the store alone."""
     restarted = Harness(store=store)
@@ -49,9 +36,7 @@ def assert_all_of_it_is_on_disk(store: MemoryStore) -> None:
     restarted.assert_idle_books()
 
 
-def test_a_key_on_its_way_is_not_written_beside_it() -> None:
-    """A path left the tree while a part of it was written, and was computed again: of two writes at once the later
-    would replace the record of the earlier, which may be the one that the tree knows."""
+def test_a_path_that_leaves_the_tree_while_it_is_written_and_comes_again_is_written_again() -> None:
     store = MemoryStore()
     harness = Harness(store=store, num_chunks=40)
     serve(harness, "beginning", PROMPT[: GRID + 1])
@@ -64,28 +49,16 @@ def test_a_key_on_its_way_is_not_written_beside_it() -> None:
     store.takes_writes = harness.mover.is_stalled = True
     harness.engine.cache.offer(path[-1])
     harness.step()
-    (old,) = writes(harness)
+    assert any(job.priority is Priority.WRITE_DOWN for job in harness.mover.waiting)
     assert path[0].disk_block is not None
     assert harness.engine.cache.restorer.set_aside(path[0], path[0].disk_block, "damaged")
     assert path[-1].parent is None, "nothing of it is in the tree any more"
     harness.submit("computed again", PROMPT, 1, ignore_eos=True)
     while ("computed again", 0) not in harness.finished:
         harness.step()
-    finish_in_order(harness, [old])
-    assert_all_of_it_is_on_disk(store)
-
-
-def test_a_record_that_is_committed_before_the_one_above_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be garbage at the next start: what hangs below a record is looked for behind it."""
-    harness = Harness(store=(store := MemoryStore()))
-    monkeypatch.setattr("tiers.writedown.BATCH_BYTES", 2 * harness.device.layout.block_bytes)
-    harness.mover.is_stalled = True
-    harness.submit("all of it", PROMPT, 1, ignore_eos=True)
-    while ("all of it", 0) not in harness.finished:
-        harness.step()
-    jobs = writes(harness)
-    assert len(jobs) > 2
-    finish_in_order(harness, jobs[::-1])
+    harness.mover.is_stalled = False
+    harness.run()
+    harness.assert_idle_books()
     assert_all_of_it_is_on_disk(store)
 
 
