@@ -18,10 +18,10 @@ from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.resources import Resources
 from tiers.tree import Node
-from tiers.writedown import WriteDown
+from tiers.writedown import Place, WriteDown
 
 ReadImage = Callable[[], memoryview]  # called on an I/O thread
-_Refs = dict[tuple[bytes, bool], RecordRef]  # by key of the block, and whether it is the state after it
+_Refs = dict[Place, RecordRef]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,8 +101,8 @@ class Recorder:
                 continue
             if not self.disk.takes_writes or self._is_cut_off(trail):
                 self._cut(trail)
-            if trail.waiting and self._is_below_records(trail) and self.writedown.spend(self._size(trail.waiting[0])):
-                self._write(trail, trail.waiting.popleft())
+            if trail.waiting and self._is_below_records(trail) and self.writedown.has_allowance:
+                self._write(trail, trail.waiting[0])
             if trail.is_over and not trail.chunks:
                 self.trails.remove(trail)
 
@@ -142,11 +142,16 @@ class Recorder:
         return len(chunk.blocks) * layout.block_bytes + (layout.slot_bytes if chunk.state is not None else 0)
 
     def _write(self, trail: Trail, chunk: ChunkBelow) -> None:
-        trail.writing = chunk
+        """Begins to write the first chunk that waits; not while another writes some of it."""
         records = self._records(self._above(trail), chunk)
+        places = {(record.head.key, record.is_state): record.node for record in records or ()}
+        if not self.writedown.begin(places):
+            return
+        trail.writing = trail.waiting.popleft()
         if not records:
             self._ended(trail, chunk, None if records is None else {})
             return
+        self.writedown.spend(self._size(chunk))
         disk, last_use = self.disk, int(self.device.tree.time_s)
         room = disk.make_room(self._size(chunk), len(records))  # where it cannot, the store says that it is full
         refs, num_reclaimed, took_s = list[RecordRef](), 0, 0.0
@@ -163,13 +168,14 @@ class Recorder:
             if error is not None:
                 disk.write_failed(len(records), error)
                 self._ended(trail, chunk, None)
+                self.writedown.end(places)
                 return
             disk.stats.writes += len(refs)
             disk.stats.written_bytes += sum(ref.stored_bytes for ref in refs)
             disk.stats.write_s += took_s
             disk.meters.write_s.observe(took_s)
-            keys = [(record.head.key, record.is_state) for record in records]
-            self._ended(trail, chunk, dict(zip(keys, refs, strict=True)))
+            self._ended(trail, chunk, dict(zip(places, refs, strict=True)))
+            self.writedown.end(places)
 
         self.mover.submit(Job(Priority.WRITE_DOWN, work, done))
 

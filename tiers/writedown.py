@@ -6,12 +6,12 @@ its blocks are by then. A batch holds what it reads until its job is done. Nothi
 cannot be written is dropped and counted.
 
 With a host tier an image goes there first and to disk from there. Without one it goes to disk from the device. The
-mover writes one batch after another: a record is on disk before what hangs below it, and of two with one key the later
-is the one that stays and the one that the tree takes in last.
+mover writes one batch after another, so a record is on disk before what hangs below it.
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tiers.device import DeviceTier
@@ -35,6 +35,9 @@ class WriteLimits:
     dirty_bytes: int  # held by batches that are not committed
     bytes_per_s: int | None
     busy_bytes_per_s: int | None = None  # while steps want the cores that code the records
+
+
+Place = tuple[bytes, bool]  # what a copy is found by: key of the block, and whether it is the state after it
 
 
 @dataclass(slots=True)
@@ -70,6 +73,11 @@ class Batch:
     refs: list[RecordRef] = field(default_factory=list[RecordRef])
     took_s: float = 0.0
 
+    @property
+    def places(self) -> "dict[Place, Node]":
+        """What it writes."""
+        return {(write.node.key, write.is_state): write.node for write in self.writes}
+
 
 class WriteDown:
     """Owns the offers and the batches in flight."""
@@ -94,7 +102,8 @@ class WriteDown:
         self.dirty_bytes = 0
         self._offers: OrderedDict[Node, None] = OrderedDict()
         self._in_flight: list[Batch] = []
-        self._on_the_way: set[tuple[Node, bool]] = set()  # what they write; bool: the checkpoint
+        self._on_the_way: dict[Place, Node] = {}  # what these and others write, each place once at a time
+        self._postponed: defaultdict[Place, list[Node]] = defaultdict(list)  # offered again when a place is written
         self._num_batches = 0
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
@@ -122,7 +131,7 @@ class WriteDown:
     def pump(self, now: float, *, is_busy: bool) -> None:
         """Plans batches while bounds allow. Called once a step, and when a batch has ended."""
         self._refill(now, self.limits.busy_bytes_per_s if is_busy else None)
-        while self._offers and self._has_room and self._allowance >= self._least_allowance:
+        while self._offers and self._has_room and self.has_allowance:
             node = next(iter(self._offers))
             batch = self._plan(node)
             if batch is None:
@@ -139,12 +148,14 @@ class WriteDown:
         """For one more batch; else offers wait for those on their way."""
         return self.dirty_bytes < self.limits.dirty_bytes and (self.disk is None or not self.disk.is_crowded)
 
-    def spend(self, num_bytes: int) -> bool:
-        """Whether the rate allows that others write now; what they write counts against it."""
-        if self._allowance < self._least_allowance:
-            return False
+    @property
+    def has_allowance(self) -> bool:
+        """The rate allows that somebody writes now."""
+        return self._allowance >= self._least_allowance
+
+    def spend(self, num_bytes: int) -> None:
+        """What others write counts against the rate."""
         self._allowance -= num_bytes
-        return True
 
     def clean_up(self) -> None:
         """Has the records deleted that no node has any more."""
@@ -160,6 +171,24 @@ class WriteDown:
             disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
+
+    def begin(self, places: Mapping[Place, Node]) -> bool:
+        """Claims places for a write; False where one of them is on its way already.
+
+        Were a key written twice at a time, the store would keep the later record and the tree the earlier.
+        """
+        if not self._on_the_way.keys().isdisjoint(places):
+            return False
+        self._on_the_way.update(places)
+        return True
+
+    def end(self, places: Iterable[Place]) -> None:
+        """They have been written, or have not; whoever waited for one of them is offered again."""
+        for place in places:
+            del self._on_the_way[place]
+            for node in self._postponed.pop(place, ()):
+                if node.parent is not None:
+                    self.offer(node)
 
     def astray(self) -> list[str]:
         """Dirty bytes that no batch has."""
@@ -208,8 +237,12 @@ class WriteDown:
         writes: list[Write] = []
         num_bytes = 0
         for above, is_state in wanted:
-            if (above, is_state) in self._on_the_way:
+            writing = self._on_the_way.get((above.key, is_state))
+            if writing is above:
                 continue
+            if writing is not None:
+                self._postponed[above.key, is_state].append(node)
+                break
             if self.disk is not None and self.device.tree.find(above.key) is not above:
                 break  # another block has the same key: on disk it would be taken for that one
             if above.parent is None:
@@ -231,8 +264,9 @@ class WriteDown:
         for write in writes:
             if write.source is not None and write.is_state:
                 self.device.hold_state(resources, write.node)
-        self._on_the_way.update((write.node, write.is_state) for write in writes)
-        return Batch(resources, tuple(writes), num_bytes)
+        batch = Batch(resources, tuple(writes), num_bytes)
+        self._on_the_way.update(batch.places)
+        return batch
 
     def _write(self, resources: Resources, node: Node, *, is_state: bool, to_disk: bool) -> Write | None:
         """One image's way down; None where its bytes are nowhere to be had, or nowhere to go."""
@@ -295,7 +329,6 @@ class WriteDown:
     def _done(self, batch: Batch, error: Exception | None) -> None:
         self._in_flight.remove(batch)
         self.dirty_bytes -= batch.num_bytes
-        self._on_the_way.difference_update((write.node, write.is_state) for write in batch.writes)
         if error is None:
             self._commit(batch)
         else:
@@ -304,6 +337,7 @@ class WriteDown:
                 self.disk.write_failed(len(batch.writes), error)
             for write in batch.writes:
                 self._offers.pop(write.node, None)
+        self.end(batch.places)
         batch.resources.release()
 
     def _commit(self, batch: Batch) -> None:

@@ -208,7 +208,7 @@ def test_what_waits_to_be_recorded_gives_way_to_who_needs_its_room(
 ) -> None:
     room = (LONG // BLOCK + 3 * GRID // BLOCK) * INVENTED.layout(BLOCK).block_bytes
     harness = small(0, tmp_path, store=MemoryStore(), spill_bytes=room)
-    monkeypatch.setattr(harness.engine.cache.writedown, "spend", lambda num_bytes: False)  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(harness.engine.cache.writedown, "begin", lambda places: False)  # type: ignore[reportUnknownLambdaType]
     for number in range(2):
         prompt = prompt_of(LONG + 3, number)
         harness.submit(f"r{number}", prompt, GRID, ignore_eos=True)
@@ -228,7 +228,7 @@ def test_what_waits_to_be_recorded_is_written_before_the_engine_ends(
     store = MemoryStore()
     harness = small(0, tmp_path, store=store)
     with monkeypatch.context() as held:
-        held.setattr(harness.engine.cache.writedown, "spend", lambda num_bytes: False)  # type: ignore[reportUnknownLambdaType]
+        held.setattr(harness.engine.cache.writedown, "begin", lambda places: False)  # type: ignore[reportUnknownLambdaType]
         harness.submit("r", prompt_of(LONG + 3, 1), GRID, ignore_eos=True)
         while ("r", 0) not in harness.finished:
             harness.step()
