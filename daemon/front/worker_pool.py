@@ -1,7 +1,8 @@
 """Worker processes: a few, one question at a time each, killed and replaced where one takes too long.
 
 What must hold: a question ends within its time, whatever it does to its worker; one that hangs or kills its worker
-fails alone; the queue before the workers is bounded; while no worker starts, who asks is told so.
+fails alone; the queue before the workers is bounded, and who has gone has no place in it; while no worker starts, who
+asks is told so.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ class _Worker:
     writer: asyncio.StreamWriter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job(Generic[Q, R]):
     question: Q
     reply: "asyncio.Future[R]"
@@ -82,7 +83,8 @@ class WorkerPool(Generic[Q, R]):
     def __init__(self, kind: WorkerKind[Q, R], limits: PoolLimits) -> None:
         self._kind = kind
         self._limits = limits
-        self._jobs: asyncio.Queue[_Job[Q, R]] = asyncio.Queue(limits.queue_size)
+        self._jobs: dict[_Job[Q, R], None] = {}  # those that wait for a worker, oldest first
+        self._has_jobs = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
         self._ready: set[_Worker] = set()  # of them, those that have answered
@@ -120,12 +122,16 @@ class WorkerPool(Generic[Q, R]):
         Raises:
             PoolFull, WorkerTimeout, WorkerDied, WorkersFailed: there is none.
         """
+        if len(self._jobs) >= self._limits.queue_size:
+            raise PoolFull
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        job = _Job(question, reply)
+        self._jobs[job] = None
+        self._has_jobs.set()
         try:
-            self._jobs.put_nowait(_Job(question, reply))
-        except asyncio.QueueFull:
-            raise PoolFull from None
-        return await reply
+            return await reply
+        finally:
+            self._jobs.pop(job, None)  # where its caller has gone before a worker took it
 
     def kill(self) -> None:
         """Ends all workers at once."""
@@ -144,9 +150,8 @@ class WorkerPool(Generic[Q, R]):
         while True:
             if worker is None:
                 worker = await self._ready_worker()
-            job = await self._jobs.get()
-            if job.reply.done():  # its caller has gone
-                continue
+            await self._wait_for_job()
+            job = self._next_job()
             try:
                 async with asyncio.timeout(self._limits.timeout_s):
                     reply = await self._ask(worker, job.question)
@@ -182,10 +187,21 @@ class WorkerPool(Generic[Q, R]):
                 self._fail_waiting()
             await asyncio.sleep(RESPAWN_DELAY_S)
 
+    async def _wait_for_job(self) -> None:
+        while not self._jobs:
+            self._has_jobs.clear()
+            await self._has_jobs.wait()
+
+    def _next_job(self) -> _Job[Q, R]:
+        """The one that waits for longest, which waits no more."""
+        job = next(iter(self._jobs))
+        del self._jobs[job]
+        return job
+
     def _fail_waiting(self) -> None:
         """No worker is there and none starts: nobody should wait for one."""
-        while not self._jobs.empty():
-            job = self._jobs.get_nowait()
+        while self._jobs:
+            job = self._next_job()
             if not job.reply.done():
                 job.reply.set_exception(self._no_worker())
 

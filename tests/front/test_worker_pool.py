@@ -1,6 +1,7 @@
 """Workers that cannot be started: who asks is told, and is served again as soon as they can."""
 
 import asyncio
+import os
 import stat
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemon.front import worker_pool
-from daemon.front.worker_pool import PoolLimits, WorkerDied, WorkerKind, WorkerPool, WorkersFailed
+from daemon.front.worker_pool import PoolFull, PoolLimits, WorkerDied, WorkerKind, WorkerPool, WorkersFailed
 from daemon.messages import HEADER
 
 ECHO = f"""#!{sys.executable} -SE
@@ -18,6 +19,8 @@ while len(header := os.read(0, {HEADER.size})) == {HEADER.size}:
     body = os.read(0, size)
     if body == b"die":
         os._exit(1)
+    if body == b"wait":
+        os.read(os.open("go", os.O_RDONLY), 1)
     os.write(1, header + body)
 """
 DIES = "#!/bin/false\n"
@@ -28,7 +31,7 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(stat.S_IRWXU)
 
 
-def pool_of(program: Path, num_workers: int = 1) -> WorkerPool[bytes, bytes]:
+def pool_of(program: Path, num_workers: int = 1, queue_size: int = 8) -> WorkerPool[bytes, bytes]:
     kind: WorkerKind[bytes, bytes] = WorkerKind(
         name="echo",
         command=(str(program),),
@@ -38,7 +41,7 @@ def pool_of(program: Path, num_workers: int = 1) -> WorkerPool[bytes, bytes]:
         hello=b"hello",
         is_ready=lambda reply: reply == b"hello",
     )
-    return WorkerPool(kind, PoolLimits(num_workers, 8, 5.0))
+    return WorkerPool(kind, PoolLimits(num_workers, queue_size, 5.0))
 
 
 @pytest.mark.parametrize("fault", ["gone", "dies"])
@@ -81,5 +84,34 @@ def test_a_program_that_is_not_there_fails_the_start(tmp_path: Path) -> None:
         with pytest.raises(WorkersFailed):
             await pool.start(b"first")
         assert pool.pids == ()
+
+    asyncio.run(go())
+
+
+def test_a_question_whose_asker_has_gone_keeps_no_place_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("go")
+
+    async def go() -> None:
+        write_program(tmp_path / "echo", ECHO)
+        pool = pool_of(tmp_path / "echo", queue_size=2)
+        await pool.start(b"first")
+        busy = asyncio.create_task(pool.ask(b"wait"))
+        let_go = await asyncio.to_thread(os.open, "go", os.O_WRONLY)  # it has the question
+        gone = [asyncio.create_task(pool.ask(b"gone")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(PoolFull):
+            await pool.ask(b"one too many")
+        for one in gone:
+            one.cancel()
+        await asyncio.wait(gone)
+        patient = asyncio.create_task(pool.ask(b"patient"))
+        await asyncio.sleep(0)
+        os.write(let_go, b"x")
+        os.close(let_go)
+        assert (await busy, await patient) == (b"wait", b"patient")
+        await pool.stop()
 
     asyncio.run(go())
