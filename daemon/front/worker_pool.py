@@ -88,7 +88,7 @@ class WorkerPool(Generic[Q, R]):
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
         self._ready: set[_Worker] = set()  # of them, those that have answered
-        self.kills = 0  # workers that had to be killed
+        self.kills = 0  # workers that had to be killed, or had died
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -151,22 +151,29 @@ class WorkerPool(Generic[Q, R]):
             if worker is None:
                 worker = await self._ready_worker()
             await self._wait_for_job()
+            if worker.reader.at_eof():  # it has ended while it had nothing to do: no question's fault
+                await self._replace(worker, "it ended while it was idle")
+                worker = None
+                continue
             job = self._next_job()
             try:
                 async with asyncio.timeout(self._limits.timeout_s):
                     reply = await self._ask(worker, job.question)
             except (TimeoutError, WorkerDied) as error:
-                self.kills += 1
-                await self._kill(worker)
-                worker = None
                 fault = WorkerTimeout() if isinstance(error, TimeoutError) else error
+                await self._replace(worker, "time over" if isinstance(fault, WorkerTimeout) else fault)
+                worker = None
                 if not job.reply.done():
                     job.reply.set_exception(fault)
-                why = "time over" if isinstance(fault, WorkerTimeout) else fault
-                log.warning("%s worker replaced: %s", self._kind.name, why)
                 continue
             if not job.reply.done():
                 job.reply.set_result(reply)
+
+    async def _replace(self, worker: _Worker, why: object) -> None:
+        """Ends a worker that no other question shall have; another one takes its turn."""
+        self.kills += 1
+        await self._kill(worker)
+        log.warning("%s worker replaced: %s", self._kind.name, why)
 
     async def _ready_worker(self) -> _Worker:
         while True:

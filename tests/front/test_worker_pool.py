@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -115,3 +116,29 @@ def test_a_question_whose_asker_has_gone_keeps_no_place_in_the_queue(
         await pool.stop()
 
     asyncio.run(go())
+
+
+def test_a_worker_that_died_while_it_was_idle_fails_no_question(tmp_path: Path) -> None:
+    async def go() -> None:
+        write_program(tmp_path / "echo", ECHO)
+        pool = pool_of(tmp_path / "echo")
+        await pool.start(b"first")
+        for number in range(1, 4):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            while is_there(pid):
+                await asyncio.sleep(0.001)
+            assert await pool.ask(b"anyone") == b"anyone"
+            assert pool.kills == number
+        await pool.stop()
+
+    asyncio.run(go())
+
+
+def is_there(pid: int) -> bool:
+    """Its end has not been seen by who started it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
