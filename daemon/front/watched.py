@@ -1,7 +1,7 @@
 """Files that are read again when they change: certificates, and who may call.
 
 What must hold: what is used was read whole from one version of its files; a version that cannot be used changes
-nothing but the log, and the one before it stays in use.
+nothing but the log, and the one before it stays in use; the newest version is read, whenever it was finished.
 """
 
 import logging
@@ -54,13 +54,14 @@ class Watched(Generic[T]):
 
     def poll(self, *, force: bool = False) -> bool:
         """Reads the files again where they have changed, or in any case. Returns: whether there is a new value."""
-        if not force and self._signature() == self._seen:
+        found = self._signature()
+        if not force and found == self._seen:
             return False
         try:
             self.value, self._seen = self._read()
         except UnusableFile as error:
             log.error("not read again, the version before stays in use: %s", error)
-            self._seen = self._signature()
+            self._seen = found  # as it was before it was read: what has come since is looked at again
             return False
         return True
 
