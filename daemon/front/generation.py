@@ -131,6 +131,8 @@ class GenerationService:
             open_request.submitted_s = time.monotonic()
             self._supervisor.submit(submit)
             open_request.submitted = True
+            for stop in open_request.stops():  # aborted meanwhile, some of them
+                self._supervisor.send(stop)
         await self._stream(open_request, context, sampling.seed)
         usage = open_request.usage
         summary = pb.GenerateSummary(

@@ -146,7 +146,7 @@ class OpenRequest:
         if choice.text.stop is None:
             return None
         self._end(choice, pb.FINISH_REASON_STOP, stop_string=choice.text.stop)
-        return messages.StopSequence(self.wire_id, choice.index, choice.num_tokens)
+        return self._stop(choice)
 
     def finish(self, finished: messages.Finished) -> None:
         """The engine ended one choice."""
@@ -161,16 +161,20 @@ class OpenRequest:
             self._end(choice, pb.FINISH_REASON_ABORTED)
 
     def abort(self, indexes: Iterable[int] | None = None) -> list[messages.StopSequence]:
-        """Ends these choices, or all, as aborted. Returns: what ends each of them in the engine."""
+        """Ends these choices, or all, as aborted. Returns: what ends each of them in an engine that has the request."""
         ended: list[messages.StopSequence] = []
         chosen = set(indexes) if indexes is not None else None
         for choice in self._choices:
             if choice.finished is None and (chosen is None or choice.index in chosen):
-                ended.append(messages.StopSequence(self.wire_id, choice.index, choice.num_tokens))
                 self._end(choice, pb.FINISH_REASON_ABORTED)
+                ended.append(self._stop(choice))
         if self.preparing is not None and not self.num_unfinished:
             self.preparing.cancel()
         return ended
+
+    def stops(self) -> list[messages.StopSequence]:
+        """What ends, in an engine that has just been given the request, the choices that have ended already."""
+        return [self._stop(choice) for choice in self._choices if choice.finished is not None]
 
     def fail(self, error: RequestError) -> None:
         """The whole request failed. The first error counts, and what was not sent yet is dropped."""
@@ -241,6 +245,9 @@ class OpenRequest:
         self._drop()
         self._choices = []
         self.handler = None
+
+    def _stop(self, choice: Choice) -> messages.StopSequence:
+        return messages.StopSequence(self.wire_id, choice.index, choice.num_tokens)
 
     def _chunk(self, choice: Choice) -> bytes:
         """The bytes of a GenerateResponse."""

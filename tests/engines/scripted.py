@@ -151,7 +151,7 @@ class Scripted:
             case messages.Abort():
                 self.end(message.request_id)
             case messages.StopSequence():
-                run = self.running.get(message.request_id)
+                run = self.running.get(message.request_id) or self.waiting.get(message.request_id)
                 if run is not None and not run.ended[message.index]:
                     run.ended[message.index] = True
                     finished = messages.Finished(

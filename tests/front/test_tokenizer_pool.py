@@ -4,6 +4,7 @@ from collections.abc import Generator
 
 import grpc
 import pytest
+from downcore.v1 import admin_pb2
 from downcore.v1 import generation_pb2 as pb
 
 from tests.front.harness import Front, details_of, eventually, running_front, text_of
@@ -64,3 +65,26 @@ def test_abort_reaches_a_request_that_is_being_tokenized(impatient: Front) -> No
     assert [response.WhichOneof("event") for response in got] == ["finished", "summary"]
     assert got[0].finished.reason == pb.FINISH_REASON_ABORTED
     assert next_works(impatient)
+
+
+def test_a_choice_that_is_aborted_before_the_engine_has_it_is_not_made(impatient: Front) -> None:
+    busy = impatient.stream(request_id="busy", chat=chat("hang"))
+    eventually(lambda: is_open(impatient, "busy"))
+    call = impatient.stream("abcd", request_id="pair", n=2, stopping=pb.StoppingParams(stop=["bcdabc"]))
+    eventually(lambda: is_open(impatient, "pair"))
+    assert impatient.admin.AbortSequence(admin_pb2.AbortSequenceRequest(id="pair/0"), timeout=5).aborted == 1
+    with pytest.raises(grpc.RpcError):
+        list(busy)
+    got = list(call)
+    ends = {r.finished.index: r.finished for r in got if r.HasField("finished")}
+    assert (ends[0].reason, ends[0].completion_tokens) == (pb.FINISH_REASON_ABORTED, 0)
+    assert (ends[1].reason, ends[1].stop_string) == (pb.FINISH_REASON_STOP, "bcdabc")
+    assert got[-1].summary.usage.completion_tokens == ends[1].completion_tokens
+    eventually(lambda: not impatient.sequences())
+
+
+def is_open(front: Front, request_id: str) -> bool:
+    """The request is on the table; nothing of it is ended by asking."""
+    with pytest.raises(grpc.RpcError) as caught:
+        front.admin.AbortSequence(admin_pb2.AbortSequenceRequest(id=f"{request_id}/7"), timeout=5)
+    return "no running sequence" in caught.value.details()  # type: ignore[attr-defined]
