@@ -14,6 +14,7 @@ from ops.cli.client import GENERATION, connect
 from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import as_dict, enum_name, human_seconds, print_json
 from ops.cli.prompt import make_chat, read_prompt
+from ops.cli.quantities import MAX_UINT32
 from ops.cli.structure import make_structure
 
 app = make_app()
@@ -30,14 +31,20 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="Read the prompt from a file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message before it, with --chat.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Default: as many as fit.")] = None,
-    min_tokens: Annotated[int, typer.Option("--min-tokens", min=0, help="No end before this many.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, max=MAX_UINT32, help="Default: as many as fit.")
+    ] = None,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", min=0, max=MAX_UINT32, help="No end before this many.")
+    ] = 0,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
-    stop_id: Annotated[list[int] | None, typer.Option("--stop-id", help="End at this token id.")] = None,
+    stop_id: Annotated[
+        list[int] | None, typer.Option("--stop-id", min=0, max=MAX_UINT32, help="End at this token id.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     number: Annotated[int | None, typer.Option("--n", "-n", min=1, max=8, help="Number of answers.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy. Default 1.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Keep the k best tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, max=MAX_UINT32, help="Keep the k best tokens.")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="Keep this much probability.")] = None,
     min_p: Annotated[float | None, typer.Option("--min-p", help="Keep tokens this fraction of the best.")] = None,
     typical_p: Annotated[float | None, typer.Option("--typical-p", help="Locally typical sampling.")] = None,
@@ -230,7 +237,7 @@ def _parse_biases(biases: list[str]) -> dict[int, Any]:
     for bias in biases:
         token_id, equals, value = bias.partition("=")
         try:
-            if not equals:
+            if not equals or not 0 <= int(token_id) <= MAX_UINT32:
                 raise ValueError
             parsed[int(token_id)] = float(value)
         except ValueError:

@@ -72,9 +72,24 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Carries out one command line; returns the exit code."""
     try:
-        arguments = take_credentials(arguments)
+        code = _carry_out(arguments)
+        sys.stdout.flush()
+        return code
     except CliError as error:
         return _fail(error.code, str(error))
+    except UnicodeEncodeError as error:
+        if not any("\ud800" <= char <= "\udfff" for char in error.object):  # what the system makes of other bytes
+            raise
+        return _fail(ExitCode.USAGE, "the command line is not UTF-8")
+    except BrokenPipeError:  # who reads has gone; at the exit Python would try to write the rest once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _carry_out(arguments: list[str]) -> int:
+    arguments = take_credentials(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return ExitCode.OK if arguments else ExitCode.USAGE
@@ -82,13 +97,8 @@ def run(arguments: list[str]) -> int:
     name = "version" if name in ("-V", "--version") else name
     command = COMMANDS.get(name)
     if command is None:
-        return _fail(ExitCode.USAGE, _unknown(name))
-    try:
-        return load(name).run(rest)
-    except CliError as error:
-        return _fail(error.code, str(error))
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        raise CliError(ExitCode.USAGE, _unknown(name))
+    return load(name).run(rest)
 
 
 def take_credentials(arguments: list[str]) -> list[str]:

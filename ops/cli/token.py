@@ -106,7 +106,10 @@ def _until(text: str) -> datetime | None:
     found = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
     if found is None:
         raise CliError(ExitCode.USAGE, f"--expires {text!r} is no time such as 12h, 90d or 8w")
-    return datetime.now(UTC) + timedelta(**{_UNITS[found[2]]: int(found[1])})
+    try:
+        return datetime.now(UTC) + timedelta(**{_UNITS[found[2]]: int(found[1])})
+    except OverflowError:
+        raise CliError(ExitCode.USAGE, f"--expires {text!r} is after the year 9999") from None
 
 
 def _text_of(path: Path) -> str:

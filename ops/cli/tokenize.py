@@ -8,6 +8,7 @@ from downcore.v1 import generation_pb2
 
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
 from ops.cli.client import GENERATION, connect
+from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import make_console, make_table, print_data, print_json
 from ops.cli.prompt import make_chat, read_prompt
 
@@ -34,6 +35,8 @@ def tokenize(
     request = generation_pb2.TokenizeRequest()
     if chat:
         request.chat.CopyFrom(make_chat(text, system))
+    elif system is not None:
+        raise CliError(ExitCode.USAGE, "--system needs --chat")
     else:
         request.text = text
     with connect(server) as client:

@@ -273,6 +273,41 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: list[str]) -> None:
     assert run(arguments) == ExitCode.USAGE
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--stop-id", "-5"],
+        ["generate", "x", "--stop-id", "4294967296"],
+        ["generate", "x", "--max-tokens", "99999999999"],
+        ["generate", "x", "--min-tokens", "99999999999"],
+        ["generate", "x", "--top-k", "99999999999"],
+        ["generate", "x", "--logit-bias", "-3=1"],
+        ["generate", "x", "--logit-bias", "4294967296=1"],
+        ["generate", "\udcff"],
+        ["generate", "x", "--stop", "\udcff"],
+        ["tokenize", "\udcff"],
+        ["tokenize", "x", "--system", "y"],
+        ["session", "show", "\udcff"],
+        ["quota", "set", "x", "--cached", "99999999p"],
+        ["quota", "set", "x", "--cached", "9" * 400],
+        ["token", "new", "x", "--expires", "999999w"],
+        ["prefix", "warm", "\udcff"],
+    ],
+)
+def test_a_value_that_cannot_be_said_is_a_usage_error(arguments: list[str]) -> None:
+    assert run(arguments) == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("arguments", ["--help", "version", "generate --help", "completion bash"])
+def test_a_reader_that_has_gone_already_is_no_reason_for_noise(arguments: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "ops", *arguments.split()]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (ExitCode.FAILED, b"")
+
+
 def test_a_prompt_that_is_not_utf8_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tmp_path / "latin1"
     prompt.write_bytes(b"caf\xe9")
