@@ -13,7 +13,7 @@ class ErrorReason(StrEnum):
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # prompt plus max_tokens exceed the model or the pool: never possible
     TOO_LARGE = "TOO_LARGE"  # more bytes or items than the server takes in one request
-    QUEUE_FULL = "QUEUE_FULL"  # try again later
+    QUEUE_FULL = "QUEUE_FULL"  # too many requests, or too many bytes of them: try again later
     NO_CAPACITY = "NO_CAPACITY"  # ended because no block was left for it
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     UNAUTHENTICATED = "UNAUTHENTICATED"  # nobody known here calls

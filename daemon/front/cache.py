@@ -64,6 +64,7 @@ class CacheService:
             self._table.check_open()
             self._check_jobs(context)
             found = self._jobs.open(request.key, owner, _digest(request, namespace), is_detached=request.detached)
+            found.held = context.held.move()
             found.task = asyncio.create_task(self._carry_out(found, request, namespace, context.queue))
         await self._listen(found, context)
 
@@ -189,8 +190,9 @@ class CacheService:
             log.exception("a warming job failed")
             job.end(RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how"))
         finally:
-            if job.queued is not None:
-                job.queued.release()
+            for taken in (job.queued, job.held):
+                if taken is not None:
+                    taken.release()
             for abort in self._jobs.withdraw(job):
                 self._supervisor.send(abort)
             self._jobs.close(job, keep_until_s=time.monotonic() + RECEIPT_KEPT_S if request.key else None)
@@ -198,7 +200,11 @@ class CacheService:
     async def _warm(
         self, job: WarmJob, request: pb.WarmPrefixRequest, namespace: str, queue: Callable[[int], QueuedTokens]
     ) -> Receipt:
-        prompts = [await self._prefix_ids(prompt, f"prompts[{i}]") for i, prompt in enumerate(request.prompts)]
+        prompts: list[bytes] = []
+        for index, prompt in enumerate(request.prompts):
+            prompts.append(await self._prefix_ids(prompt, f"prompts[{index}]"))
+            assert job.held is not None
+            job.held.add(len(prompts[-1]))
         prompt_tokens = tuple(len(ids) // ID_BYTES for ids in prompts)
         job.queued = queue(sum(prompt_tokens))
         job.begin(prompt_tokens)

@@ -6,6 +6,7 @@ What must hold: no request chooses a namespace. It comes from the caller's ident
 from typing import Any
 
 from daemon.errors import ErrorReason, RequestError
+from daemon.front.held import Holding
 from daemon.front.limits import QueuedTokens, Use
 from daemon.front.principals import Principal, Scope
 
@@ -18,11 +19,12 @@ def local_principal(namespace: str) -> Principal:
 class Call:
     """One call: gRPC's context, which answers for all that is not named here, and who is at its other end."""
 
-    __slots__ = ("_context", "_use", "principal", "write")
+    __slots__ = ("_context", "_use", "held", "principal", "write")
 
-    def __init__(self, context: Any, principal: Principal, use: Use) -> None:
+    def __init__(self, context: Any, principal: Principal, use: Use, held: Holding) -> None:
         self._context = context
         self._use = use
+        self.held = held  # its request's bytes, and what it makes of them
         self.principal = principal
         self.write = context.write  # for every message of a stream: found at once
 

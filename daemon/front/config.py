@@ -44,6 +44,7 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     gateway: Annotated[bool, Meta(description="serve vllm.grpc.engine.VllmEngine as well, for gateways")] = False
     max_open_requests: Annotated[int, Meta(description="Generate calls at a time, queued ones included")] = 2048
     max_prompt_bytes: Annotated[int, Meta(description="largest prompt text or chat, in bytes of UTF-8")] = 4 << 20
+    max_held_bytes: Annotated[int, Meta(description="of all open requests, as sent and as token ids")] = 512 << 20
     max_tokens_limit: Annotated[int | None, Meta(description="most tokens that an answer may ask for")] = None
     tokenizer_workers: Annotated[int, Meta(description="processes that tokenize and render templates")] = 2
     tokenizer_queue: Annotated[int, Meta(description="prompts that wait for a tokenizer")] = 1024
@@ -76,6 +77,7 @@ class FrontConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         _within("max_open_requests", self.max_open_requests, 1, 1_000_000)
         _within("max_prompt_bytes", self.max_prompt_bytes, 1, 15 << 20)
+        _within("max_held_bytes", self.max_held_bytes, 1, 1 << 44)
         if self.max_tokens_limit is not None:
             _within("max_tokens_limit", self.max_tokens_limit, 1, 1 << 30)
         _within("tokenizer_workers", self.tokenizer_workers, 1, 64)

@@ -83,6 +83,7 @@ TIERS = (
 REQUESTS = (
     _gauge("downcore_open_requests", "Generate calls that are open"),
     _gauge("downcore_open_warm_jobs", "Warming jobs that run"),
+    _gauge("downcore_held_request_bytes", "Of open requests and jobs, as sent and as token ids"),
     _gauge("downcore_sequences", "Answers and warmed prompts in the engine, by state", "state"),
     _counter("downcore_prompt_tokens_total", "Of prompts that were computed, by where they came from", "source"),
     _counter("downcore_answer_tokens_total", "Tokens that the engine made"),

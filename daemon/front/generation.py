@@ -126,6 +126,7 @@ class GenerationService:
         prepared = await self._prepare(request, open_request, namespace)
         sampling = _sampling(request.sampling, self._random)
         if open_request.num_unfinished:  # not aborted meanwhile
+            context.held.add(len(prepared.prompt_ids))
             open_request.queued = context.queue(prepared.prompt_len)
             submit = self._submission(request, open_request, prepared, sampling, namespace, context.time_remaining())
             open_request.submitted_s = time.monotonic()

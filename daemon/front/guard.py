@@ -21,6 +21,7 @@ from daemon.front import status
 from daemon.front.access import Access, access_of
 from daemon.front.caller import Call
 from daemon.front.door import Door
+from daemon.front.held import Holding
 from daemon.front.limits import OpenCall, Use, Uses
 from daemon.front.principals import Identity, Principal
 from daemon.front.service import Served
@@ -98,6 +99,7 @@ class Guard(grpc.GenericRpcHandler):
             opened: OpenCall | None = None
             use: Use | None = None
             request: Any = None
+            held = Holding(self._uses.held)
             try:
                 identity = self._admit(context, access)
                 principal = identity.principal if isinstance(identity, Identity) else identity
@@ -108,10 +110,10 @@ class Guard(grpc.GenericRpcHandler):
                     self._uses.calls.add(opened)
                 if access is not None and access.is_counted:
                     use = self._uses.begin(principal)
-                request = requests if served.has_request_stream else served.parse(await _read(context))
+                request = requests if served.has_request_stream else served.parse(await _read(context, held))
                 if isinstance(request, Malformed):
                     raise request.error()
-                return await served.method(request, Call(context, principal, use or Use()))
+                return await served.method(request, Call(context, principal, use or Use(), held))
             except RequestError as error:
                 failure = error
             except grpc.aio.AbortError:
@@ -124,6 +126,7 @@ class Guard(grpc.GenericRpcHandler):
                 log.exception("a method failed")
                 failure = RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how")
             finally:
+                held.release()
                 if use is not None:
                     use.num_requests -= 1
                 if opened is not None:
@@ -150,8 +153,8 @@ class Guard(grpc.GenericRpcHandler):
         return identity
 
 
-async def _read(context: Any) -> bytes:
-    """The request of a call that has one. Raises RequestError where it does not come."""
+async def _read(context: Any, held: Holding) -> bytes:
+    """The request of a call that has one. Raises RequestError where it does not come, or all hold too much."""
     try:
         async with asyncio.timeout(MAX_READ_S):
             data = await context.read()
@@ -159,6 +162,7 @@ async def _read(context: Any) -> bytes:
         raise RequestError(ErrorReason.DEADLINE_EXCEEDED, "the request did not come in time") from None
     if data is grpc.aio.EOF:
         raise RequestError(ErrorReason.INVALID_ARGUMENT, "the call has no request")
+    held.add(len(data))
     return data
 
 

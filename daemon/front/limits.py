@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from daemon.errors import ErrorReason, RequestError
+from daemon.front.held import HeldBytes
 from daemon.front.principals import Directory, Identity, Principal
 
 
@@ -55,8 +56,9 @@ class OpenCall:
 
 @dataclass(slots=True)
 class Uses:
-    """All principals' use, and the calls that a credential has opened."""
+    """All principals' use, what they hold together, and the calls that a credential has opened."""
 
+    held: HeldBytes
     by_name: dict[str, Use] = field(default_factory=dict[str, Use])
     calls: set[OpenCall] = field(default_factory=set[OpenCall])
 

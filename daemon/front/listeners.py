@@ -22,6 +22,7 @@ from daemon.front.caller import local_principal
 from daemon.front.config import FrontConfig
 from daemon.front.door import Door
 from daemon.front.guard import SHED, Guard
+from daemon.front.held import HeldBytes
 from daemon.front.limits import Uses
 from daemon.front.principals import Directory, read_principals
 from daemon.front.reflection import Reflection
@@ -77,7 +78,7 @@ class Listeners:
         self._config = config
         self.directory = _directory(config.principals_file)
         self._tls = _tls(config)
-        self.uses = Uses()
+        self.uses = Uses(HeldBytes(config.max_held_bytes))
         self.refused: Counter[ErrorReason] = Counter()  # calls, by reason
         self.failed: Counter[tuple[str, ErrorReason]] = Counter()  # the same, and every other error, by method
         self._refused_told = self._shed_told = 0

@@ -13,6 +13,7 @@ from daemon.front import metrics_tiers, metrics_vllm
 from daemon.front.config import FrontConfig
 from daemon.front.grammars import Grammars
 from daemon.front.health import Health
+from daemon.front.held import HeldBytes
 from daemon.front.metrics_page import Page
 from daemon.front.open_work import OpenWork
 from daemon.front.supervisor import Supervisor
@@ -32,6 +33,7 @@ class Sources:
     tokenizers: TokenizerPool
     grammars: Grammars
     errors: Counter[tuple[str, ErrorReason]]
+    held: HeldBytes
 
 
 class Scrape:
@@ -62,6 +64,7 @@ class Scrape:
         meters = work.requests.meters
         page.add("downcore_open_requests", len(work.requests))
         page.add("downcore_open_warm_jobs", len(work.jobs))
+        page.add("downcore_held_request_bytes", self._sources.held.num_bytes)
         cached = meters.cached_tokens
         page.add("downcore_prompt_tokens_total", meters.prompt_tokens - cached.total(), source="computed")
         for source in SOURCES:

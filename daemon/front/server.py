@@ -147,8 +147,9 @@ class _Front:
                 self._config, self._work, self._supervisor, generation, self._health
             )
         sources = Sources(
-            self._work, self._supervisor, self._health, self._tokenizers, self._grammars, self._listeners.failed
-        )
+            self._work, self._supervisor, self._health, self._tokenizers, self._grammars, self._listeners.failed,
+            self._listeners.uses.held,
+        )  # fmt: skip
         for address in await self._metrics.start(Scrape(self._config, _version(), sources)):
             log.info("metrics on %s", address)
         return generation, await self._listeners.start(servicers)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from daemon import cache_messages as cm
 from daemon import messages
 from daemon.errors import ErrorReason, RequestError
+from daemon.front.held import Holding
 from daemon.front.limits import QueuedTokens
 from daemon.front.wire_ids import warm_wire_id
 
@@ -59,6 +60,7 @@ class WarmJob:
     num_listeners: int = 0
     task: "asyncio.Task[None] | None" = None  # drives it
     queued: QueuedTokens | None = None  # of its caller's limit, until it is over
+    held: Holding | None = None  # its prompts' bytes, as long as it may outlive its call
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # is set at the next change, and replaced
 
     @property

@@ -25,6 +25,7 @@ from daemon.front.access import ACCESS, GENERATION
 from daemon.front.caller import local_principal, namespace_of, readable_namespace_of
 from daemon.front.door import Door
 from daemon.front.guard import Guard
+from daemon.front.held import HeldBytes
 from daemon.front.limits import Use, Uses
 from daemon.front.principals import Directory, Principal, Scope, TokenEntry, is_namespace, read_principals
 from daemon.front.service import methods_of
@@ -54,7 +55,9 @@ def code_of_abort() -> grpc.StatusCode:
     async def body() -> grpc.StatusCode:
         server = grpc.aio.server()
         door = Door(None, local_principal("n"), sees_certificates=False)
-        server.add_generic_rpc_handlers((Guard(methods_of(GENERATION, Nothing()), door, Uses(), Counter(), Counter()),))
+        server.add_generic_rpc_handlers(
+            (Guard(methods_of(GENERATION, Nothing()), door, Uses(HeldBytes(1 << 30)), Counter(), Counter()),)
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

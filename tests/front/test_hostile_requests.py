@@ -24,6 +24,7 @@ from daemon.front.access import GENERATION
 from daemon.front.caller import local_principal
 from daemon.front.door import Door
 from daemon.front.guard import Guard
+from daemon.front.held import HeldBytes
 from daemon.front.limits import Uses
 from daemon.front.service import methods_of
 from daemon.front.tokenizer_worker import Worker
@@ -94,7 +95,7 @@ def requests_left(method: str) -> int:
         server = grpc.aio.server()
         methods = {path: replace(served, parse=parse) for path, served in methods_of(GENERATION, Refusing()).items()}
         door = Door(None, local_principal("n"), sees_certificates=False)
-        server.add_generic_rpc_handlers((Guard(methods, door, Uses(), Counter(), Counter()),))
+        server.add_generic_rpc_handlers((Guard(methods, door, Uses(HeldBytes(1 << 30)), Counter(), Counter()),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -159,7 +160,7 @@ def test_a_request_that_never_comes_ends_its_call(monkeypatch: pytest.MonkeyPatc
 
     codes: list[grpc.StatusCode] = []
     door = Door(None, local_principal("n"), sees_certificates=False)
-    uses = Uses()
+    uses = Uses(HeldBytes(1 << 30))
     made = Guard(methods_of(GENERATION, Refusing()), door, uses, Counter(), Counter())
     handler = made.service(SimpleNamespace(method=f"/{GENERATION}/Abort", invocation_metadata=()))
     context = SimpleNamespace(read=never, write=None, abort=abort, invocation_metadata=lambda: ())

@@ -57,6 +57,7 @@ def test_its_figures_are_the_codes_bounds() -> None:
         f"{DEFAULTS['max_prompt_bytes'] >> 20} MiB of UTF-8",
         f"{MAX_CHAT_MESSAGES:,} messages",
         f"{MAX_STOPS}, {MAX_STOP_BYTES} each",
+        f"{DEFAULTS['max_held_bytes'] >> 20} MiB (`max_held_bytes`)",
         f"{DEFAULTS['max_open_requests']:,} (`max_open_requests`)",
         f"| {MAX_JOBS}, {MAX_WARM_PROMPTS} |",
         f"`stall_timeout_s` ({DEFAULTS['stall_timeout_s']:g} s), or lets {MAX_BUFFERED_BYTES >> 20} MiB pile up",
