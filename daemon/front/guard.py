@@ -33,6 +33,9 @@ NOBODY = Principal(name="nobody", scopes=())  # calls what is open to anybody
 SHED = {ErrorReason.LIMIT_EXCEEDED, ErrorReason.QUEUE_FULL, ErrorReason.NO_CAPACITY}  # for want of room
 MAX_READ_S = 60.0  # for a request, 16 MiB at most, to come whole
 UNKNOWN = "unknown"  # how meters name every method that there is not: paths are the client's to make up
+# Calls that count for no principal, by who may make them: so many at a time on one listener. Together they are fewer
+# than SPARE_CALLS of listeners.py, so that whoever makes them leaves the places of requests and of operators.
+MOST_UNCOUNTED = {Access.OPEN: 128, Access.CALLER: 288, Access.GATEWAY: 64}
 COUNTED = {ErrorReason.UNAUTHENTICATED, ErrorReason.PERMISSION_DENIED, *SHED}
 
 
@@ -57,6 +60,7 @@ class Guard(grpc.GenericRpcHandler):
         self._uses = uses
         self._refused = refused
         self._failed = failed
+        self._num_open: Counter[Access | None] = Counter()
         self._access = {path: access_of(path) for path in methods}
         self._handlers = {path: self._handler(path, served) for path, served in methods.items()}
         self._no_handler = self._refusal(UNKNOWN, RequestError(ErrorReason.UNIMPLEMENTED, "there is no such method"))
@@ -100,6 +104,7 @@ class Guard(grpc.GenericRpcHandler):
             use: Use | None = None
             request: Any = None
             held = Holding(self._uses.held)
+            self._num_open[access] += 1
             try:
                 identity = self._admit(context, access)
                 principal = identity.principal if isinstance(identity, Identity) else identity
@@ -110,6 +115,7 @@ class Guard(grpc.GenericRpcHandler):
                     self._uses.calls.add(opened)
                 if access is not None and access.is_counted:
                     use = self._uses.begin(principal)
+                self._check_places(access)
                 request = requests if served.has_request_stream else served.parse(await _read(context, held))
                 if isinstance(request, Malformed):
                     raise request.error()
@@ -126,6 +132,7 @@ class Guard(grpc.GenericRpcHandler):
                 log.exception("a method failed")
                 failure = RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how")
             finally:
+                self._num_open[access] -= 1
                 held.release()
                 if use is not None:
                     use.num_requests -= 1
@@ -151,6 +158,11 @@ class Guard(grpc.GenericRpcHandler):
         if access.scope is not None and access.scope not in principal.scopes:
             raise RequestError(ErrorReason.PERMISSION_DENIED, f"this needs the scope {access.scope}")
         return identity
+
+    def _check_places(self, access: Access | None) -> None:
+        most = MOST_UNCOUNTED.get(access) if access is not None else None
+        if most is not None and self._num_open[access] > most:
+            raise RequestError(ErrorReason.QUEUE_FULL, f"{most} calls of this kind are open, which is the limit")
 
 
 async def _read(context: Any, held: Holding) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.fuzz import http2
 
 TWO = pb.StoppingParams(max_tokens=2)
 UNIMPLEMENTED = b"grpc-status\x0212"
+UNCOUNTED = ("/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
 
 
 def answer(front: Front, *changed: tuple[bytes, bytes]) -> bytes:
@@ -89,3 +91,25 @@ async def code(
         otherwise()
         await asyncio.sleep(0.02)
     return found
+
+
+def test_calls_that_count_for_nobody_leave_the_places_of_requests_and_operators(tmp_path: Path) -> None:
+    async def hold_all(path: str) -> list[Any]:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"unix:{front.socket}"))
+        held: list[Any] = [channel.stream_stream(path)() for _ in range(600)]
+        await asyncio.wait([asyncio.create_task(call.code()) for call in held], return_when=asyncio.FIRST_COMPLETED)
+        return held
+
+    async def body() -> None:
+        async with stack:
+            held = [await hold_all(path) for path in UNCOUNTED]
+            await asyncio.to_thread(front.generate, stopping=pb.StoppingParams(max_tokens=1))
+            assert (await asyncio.to_thread(front.info)).model == "scripted"
+            for call in held[0]:
+                call.cancel()
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"unix:{front.socket}"))
+            assert await code(channel, grpc.StatusCode.OK) is grpc.StatusCode.OK
+
+    stack = AsyncExitStack()
+    with running_front(tmp_path, flags=("--max-open-requests", "1")) as front:
+        asyncio.run(body())
