@@ -108,14 +108,17 @@ class GenerationService:
             request.handler.cancel()
 
     def end_stalled(self) -> int:
-        """Ends the requests whose client has taken no message for too long. Returns: how many."""
+        """Ends the requests whose client has taken no message for too long. Returns: how many.
+
+        One that has failed while its client takes a message ends as well, for its own reason.
+        """
         oldest_s = self._loop.time() - self._config.stall_timeout_s
-        num_ended = 0
+        num_stalled = 0
         for request in self._table:
             if request.write_began_s is not None and (request.write_began_s < oldest_s or request.error is not None):
                 self._end(request, RequestError(ErrorReason.READER_STALLED, "the client reads too slowly"))
-                num_ended += 1
-        return num_ended
+                num_stalled += request.error is not None and request.error.reason is ErrorReason.READER_STALLED
+        return num_stalled
 
     async def _answer(
         self, request: pb.GenerateRequest, open_request: OpenRequest, context: Any, namespace: str

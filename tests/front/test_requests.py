@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import messages
+from daemon.config import EngineConfig
 from daemon.errors import ErrorReason, RequestError
 from daemon.front import chunk_wire, requests
+from daemon.front.config import FrontConfig
+from daemon.front.generation import GenerationService
 from daemon.front.requests import OpenRequest, RequestTable
 from daemon.front.text import TokenTable
 from daemon.front.wire_ids import client_name
@@ -168,5 +171,24 @@ def test_waiting_for_idle_ends_with_the_last_request_or_with_its_time() -> None:
         await asyncio.sleep(0)
         table.close(request)
         assert await waiting
+
+    in_loop(body)
+
+
+def test_a_request_that_fails_while_its_client_reads_is_no_stalled_reader() -> None:
+    async def body() -> None:
+        table = RequestTable(4)
+        config = FrontConfig(engine=EngineConfig(model_path="none"), stall_timeout_s=60.0)
+        nothing: Any = None  # of supervisor, prompts and tokens: they have no part in this
+        service = GenerationService(config, table, nothing, nothing, nothing)
+        slow, failed, stalled = (opened(table) for _ in range(3))
+        now_s = asyncio.get_running_loop().time()
+        slow.write_began_s = failed.write_began_s = now_s
+        stalled.write_began_s = now_s - 61.0
+        failed.fail(RequestError(ErrorReason.ENGINE_UNAVAILABLE, "the engine has died"))
+        assert service.end_stalled() == 1
+        assert [request.error and request.error.reason for request in (slow, failed, stalled)] == [
+            None, ErrorReason.ENGINE_UNAVAILABLE, ErrorReason.READER_STALLED,
+        ]  # fmt: skip
 
     in_loop(body)
