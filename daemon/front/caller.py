@@ -7,7 +7,7 @@ from typing import Any
 
 from daemon.errors import ErrorReason, RequestError
 from daemon.front.held import Holding
-from daemon.front.limits import QueuedTokens, Use
+from daemon.front.limits import OpenCall, QueuedTokens, Use
 from daemon.front.principals import Principal, Scope
 
 
@@ -19,10 +19,11 @@ def local_principal(namespace: str) -> Principal:
 class Call:
     """One call: gRPC's context, which answers for all that is not named here, and who is at its other end."""
 
-    __slots__ = ("_context", "_use", "held", "principal", "write")
+    __slots__ = ("_context", "_opened", "_use", "held", "principal", "write")
 
-    def __init__(self, context: Any, principal: Principal, use: Use, held: Holding) -> None:
+    def __init__(self, context: Any, principal: Principal, use: Use, held: Holding, opened: OpenCall | None) -> None:
         self._context = context
+        self._opened = opened
         self._use = use
         self.held = held  # its request's bytes, and what it makes of them
         self.principal = principal
@@ -30,6 +31,11 @@ class Call:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+    @property
+    def ended(self) -> RequestError | None:
+        """Why it was cancelled, where that was here and not at its client's end."""
+        return self._opened.ended if self._opened is not None else None
 
     def queue(self, num_tokens: int) -> QueuedTokens:
         """Counts a prompt as queued until it is released. Raises RequestError where that passes the caller's limit."""

@@ -57,7 +57,8 @@ class GenerationService:
         try:
             await self._answer(request, open_request, context, namespace)
         except asyncio.CancelledError:
-            # Cancelled by the client, or here because its client does not read: then the error says so.
+            # By the client, or here, since it does not read or has lost its credential: then the error says so.
+            open_request.error = open_request.error or context.ended
             if open_request.error is None:
                 raise
             raise open_request.error from None

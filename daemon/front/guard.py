@@ -119,15 +119,15 @@ class Guard(grpc.GenericRpcHandler):
                 request = requests if served.has_request_stream else served.parse(await _read(context, held))
                 if isinstance(request, Malformed):
                     raise request.error()
-                return await served.method(request, Call(context, principal, use or Use(), held))
+                return await served.method(request, Call(context, principal, use or Use(), held, opened))
             except RequestError as error:
                 failure = error
             except grpc.aio.AbortError:
                 raise
             except asyncio.CancelledError:
-                if opened is None or not opened.ended:
+                if opened is None or opened.ended is None:
                     raise
-                failure = RequestError(ErrorReason.UNAUTHENTICATED, "the credential of this call is no longer good")
+                failure = opened.ended
             except Exception:
                 log.exception("a method failed")
                 failure = RequestError(ErrorReason.INTERNAL, "the server has failed; its log says how")

@@ -47,11 +47,11 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A call whose caller has shown a credential. `ended` is set where that is taken back before the call ends."""
+    """A call whose caller has shown a credential. `ended` says so where that is taken back before the call ends."""
 
     identity: Identity
     task: "asyncio.Task[object]"
-    ended: bool = False
+    ended: RequestError | None = None
 
 
 @dataclass(slots=True)
@@ -80,9 +80,9 @@ class Uses:
 
     def end_unknown(self, directory: Directory, now_s: float) -> int:
         """Ends the calls whose credential is no longer good. Returns: how many."""
-        gone = [call for call in self.calls if not call.ended and not directory.still_knows(call.identity, now_s)]
+        gone = [call for call in self.calls if call.ended is None and not directory.still_knows(call.identity, now_s)]
         for call in gone:
-            call.ended = True
+            call.ended = RequestError(ErrorReason.UNAUTHENTICATED, "the credential of this call is no longer good")
             call.task.cancel()
         return len(gone)
 

@@ -1,5 +1,6 @@
 """What a caller may have open, and what becomes of it when its credential goes: limits, expiry, files read again."""
 
+import json
 import os
 import resource
 import signal
@@ -170,6 +171,19 @@ def test_an_open_call_ends_when_its_token_expires_or_is_taken_out_or_loses_its_s
         eventually(lambda: place.front.sequences() == [])
         for channel in channels.values():
             channel.close()
+
+
+def test_a_request_whose_credential_is_taken_back_is_logged_as_failed_and_not_as_left(tmp_path: Path) -> None:
+    out, stays = Who("out", ("generate",)), Who("stays", ("generate",))
+    with Place(tmp_path, out, stays).running() as place, place.channel(out) as channel:
+        call = generate(channel, "ab", 60, max_tokens=FOREVER)
+        next(call)
+        write_principals(place.principals, [stays])
+        assert code_of(lambda: list(call)) is GONE
+        eventually(lambda: place.num_log("request over") == 1)
+        (line,) = (json.loads(line) for line in list(place.front.log) if "request over" in line)
+        assert (line["principal"], line["ends"], line["error"]) == ("out", "failed", "UNAUTHENTICATED")
+        eventually(lambda: place.front.sequences() == [])
 
 
 def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_good_one_does(tmp_path: Path) -> None:
