@@ -1,4 +1,5 @@
-"""The bytes that open requests hold: as clients have sent them, and as token ids on their way to the engine.
+"""The bytes that open requests hold: as clients have sent them, as token ids on their way to the engine, and as answers
+that a gateway wants whole.
 
 What must hold: beside each request's own bound and that of their number there is one on all of them together; what a
 call or a job has taken is given back when it ends.

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Generator
+from pathlib import Path
 
 import grpc
 import pytest
 from downcore.v1 import admin_pb2
+from downcore.v1 import generation_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from daemon.front.access import ACCESS, VLLM_ENGINE
@@ -51,6 +53,20 @@ def test_a_stream_carries_each_choices_tokens_once(client: Client) -> None:
     assert {index: (end.finish_reason, end.completion_tokens) for index, end in ends.items()} == {
         0: ("length", 5), 1: ("length", 5),
     }  # fmt: skip
+
+
+def test_an_answer_that_is_kept_for_its_end_counts_among_what_open_requests_hold(tmp_path: Path) -> None:
+    flags = (*GATEWAY, "--max-held-bytes", "100000")
+    with running_front(tmp_path, ("--token-s", "0.0001"), flags) as front:
+        other = front.stream(stopping=pb.StoppingParams(max_tokens=1 << 19))
+        next(other)
+        client = Client(front.channel)
+        assert client.generate(ids_of("abc"), max_tokens=100, stream=False, logprobs=20)
+        error = refused(client, ids_of("abc"), max_tokens=2_000, stream=False, logprobs=20)
+        assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
+        assert client.generate(ids_of("abc"), max_tokens=2_000, logprobs=20), "what is sent at once is not kept"
+        other.cancel()
+        eventually(lambda: not front.sequences())
 
 
 def test_without_a_stream_each_choice_is_one_message(client: Client) -> None:

@@ -174,7 +174,7 @@ class Answer:
     """
 
     def __init__(self, *, is_stream: bool, eos_token_ids: tuple[int, ...]) -> None:
-        self._is_stream = is_stream
+        self.is_stream = is_stream
         self._eos_token_ids = eos_token_ids
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -198,7 +198,7 @@ class Answer:
     def _chunk(self, chunk: pb.GenerateChunk) -> vllm.GenerateResponse | None:
         made = self._made.setdefault(chunk.index, _Made())
         made.num_tokens += len(chunk.token_ids)
-        if not self._is_stream:
+        if not self.is_stream:
             made.ids.extend(chunk.token_ids)
             made.logprobs.extend(chunk.logprobs)
             return None
@@ -248,8 +248,14 @@ class AnswerContext:
         return getattr(self._context, name)
 
     async def write(self, response: pb.GenerateResponse | bytes) -> None:
-        """Takes a message as GenerationService writes it, or its bytes."""
+        """Takes a message as GenerationService writes it, or its bytes.
+
+        Raises:
+            RequestError: it is kept for the end, and open requests hold too much together.
+        """
         if isinstance(response, bytes):
+            if not self._answer.is_stream:
+                self._context.held.add(len(response))
             response = pb.GenerateResponse.FromString(response)
         message = self._answer.take(response)
         if message is not None:
