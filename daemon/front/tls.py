@@ -8,7 +8,7 @@ import ssl
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -34,7 +34,8 @@ class Tls:
     """The newest usable certificate.
 
     Raises:
-        UnusableFile: a file cannot be read, key and certificate do not fit, or others may read the key.
+        UnusableFile: a file cannot be read, key and certificate do not fit, the key needs a password, or others may
+            read it.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -70,9 +71,14 @@ def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     client_ca = read_file(files.client_ca, MAX_PEM_BYTES)[0] if files.client_ca is not None else None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(files.cert, files.key)
+        context.load_cert_chain(files.cert, files.key, password=lambda: _refuse_password(files.key))
         if files.client_ca is not None:
             context.load_verify_locations(files.client_ca)
     except (ssl.SSLError, OSError) as error:
         raise UnusableFile(f"{files.cert} and {files.key}: {error}") from None
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
+
+
+def _refuse_password(key: Path) -> NoReturn:
+    """In place of OpenSSL's own question, which would stop the event loop until somebody answers at the terminal."""
+    raise UnusableFile(f"{key} needs a password, which nobody is there to give: take it off the key")
