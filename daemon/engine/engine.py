@@ -125,7 +125,7 @@ class Engine:
         self.questions.poll(unix_s)
         self._expire(now)
         for admitted in self.scheduler.admit(now):
-            if admitted.match is not None:
+            if admitted.match is not None and admitted.sequence.is_running:  # not if a choice before it ended both
                 self._begin(admitted.sequence, admitted.match, now)
         self._refuse_stuck()
         plan, preempted = self.scheduler.plan(self.prefill.chunk.sequence if self.prefill.chunk else None)
