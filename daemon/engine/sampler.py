@@ -5,7 +5,6 @@ among what it allows. It also has the last word: min_tokens and an ignored end t
 else is allowed.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from daemon.engine.captured import Draw
 from daemon.engine.decode_step import Decoded
 from daemon.engine.grammar_matchers import Matchers
 from daemon.engine.sequence import Sequence
+from daemon.engine.token_counts import Counted
 from daemon.errors import ErrorReason
 from daemon.grammar import GrammarError
 from daemon.messages import Logprob, SamplingParams
@@ -50,6 +50,7 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
         self.matchers = Matchers(eos_token_ids)
+        self._counted = Counted()
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Drawn]:
         """One token for each row of logits [num_rows, vocab_size] fp32; row i belongs to sequences[i]."""
@@ -124,9 +125,8 @@ class Sampler:
             return raw
         row = raw.clone()
         if not penalties.is_neutral:
-            made = Counter(sequence.token_ids[sequence.request.prompt_len :])
-            seen = set(sequence.token_ids) if penalties.repetition != 1.0 else set[int]()
-            apply_penalties(row, penalties, _ids(seen, raw), _ids(made, raw), _counts(made, raw))
+            counts = self._counted.of(sequence, raw.device, with_prompt=penalties.repetition != 1.0)
+            apply_penalties(row, penalties, counts.seen, counts.made, counts.made_counts)
         if params.logit_bias:
             row[_ids(params.logit_bias, raw)] += torch.tensor(list(params.logit_bias.values()), device=raw.device)
         if held_back:
@@ -170,9 +170,5 @@ def _filters(params: SamplingParams) -> Filters:
     return Filters(params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p)
 
 
-def _ids(ids: "set[int] | dict[int, float] | Counter[int]", like: torch.Tensor) -> torch.Tensor:
+def _ids(ids: "set[int] | dict[int, float]", like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
-
-
-def _counts(made: Counter[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(made.values()), dtype=torch.float32, device=like.device)

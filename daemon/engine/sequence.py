@@ -25,7 +25,7 @@ class SequenceState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """What the sequences of one Submit share. Times are seconds of the engine's clock."""
 
@@ -87,7 +87,7 @@ class Request:
         return {"device": self.cached_len - host - disk, "host": host, "disk": disk}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of a request. It catches up from `computed_len` to the length of `token_ids`, then draws a token.
 
