@@ -11,7 +11,7 @@ import torch
 from daemon.engine.rate import PrefillRate
 from daemon.engine.runner import Chunk, Runner
 from daemon.engine.scheduler import Scheduler
-from daemon.engine.sequence import Sequence, SequenceState
+from daemon.engine.sequence import Request, Sequence, SequenceState
 from daemon.layers.steps import HostStageError
 from tiers.admission import checkpoint_positions
 from tiers.cache import TieredCache
@@ -66,10 +66,20 @@ class Prefill:
             self.pools.clear_slot(sequence.slot)
         if request.admitted is None:
             request.admitted = now
-            request.cached_len = match.resume_len
-            self.device.stats.hit_tokens += match.resume_len
-            self.device.stats.miss_tokens += request.prompt_len - match.resume_len
+            self.device.stats.miss_tokens += request.prompt_len
+            self._found(request, match.resume_len)
             self._remember(sequence, match)
+        else:
+            self._found(request, match.resume_len)
+
+    def _found(self, request: Request, end: int) -> None:
+        """A prompt's positions [0, end) were found. Each counts once, as what it was when the prompt first came there:
+        what was computed before a preemption and is found after it was computed."""
+        gained = max(0, end - request.reached_len)
+        request.cached_len += gained
+        request.reached_len += gained
+        self.device.stats.hit_tokens += gained
+        self.device.stats.miss_tokens -= gained
 
     def _remember(self, sequence: Sequence, match: Match) -> None:
         """What history says of a new prompt: how soon it may come back, and which states will be worth keeping."""
@@ -151,12 +161,8 @@ class Prefill:
             assert match.checkpoint is not None
             assert sequence.slot is not None
             self.pools.copy_slot(match.checkpoint, sequence.slot)
-        gained = match.resume_len - sequence.computed_len
         sequence.computed_len = match.resume_len
-        if request.prefilled is None:
-            request.cached_len += gained
-            device.stats.hit_tokens += gained
-            device.stats.miss_tokens -= gained
+        self._found(request, match.resume_len)
 
     def _take_state(self, sequence: Sequence, chunk: Chunk) -> None:
         """The state after the chunk becomes the sequence's: its slot and the shadow change places."""
@@ -172,6 +178,7 @@ class Prefill:
         if not sequence.in_prompt:
             return  # a row, which is committed as any decode row is
         sequence.computed_len = chunk.end
+        sequence.request.reached_len = max(sequence.request.reached_len, chunk.end)
         if chunk.end - chunk.start == device.grid and chunk.streamed is None:
             self.rate.saw(device.grid, chunk.elapsed_s)
             costs = self.cache.costs

@@ -38,7 +38,8 @@ class Request:
     admitted: float | None = None
     prefilled: float | None = None
     first_token: float | None = None
-    cached_len: int = 0
+    cached_len: int = 0  # prompt tokens that were found when the prompt first came to them
+    reached_len: int = 0  # the furthest that its prompt has come, also before a preemption
     restores: int = 0  # prefixes waited for
     restored_host: int = 0  # tokens that came from the host tier for this request, and are in cached_len
     restored_disk: int = 0

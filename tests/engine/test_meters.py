@@ -159,3 +159,32 @@ def test_preemptions_are_moved_with_a_host_tier_and_replayed_without() -> None:
         assert (meters.moved_preemptions > 0, meters.replayed_preemptions > 0) == expected
         assert _total(meters) == 2 * (GRID + 1), "a replay is no new prompt"
         assert sum(meters.decode_rows.counts) > 0
+
+
+def test_a_prompt_token_counts_once_also_where_a_preempted_prompt_adopts_what_it_had_found_before() -> None:
+    harness = Harness(num_blocks=128)
+    prompt = prompt_of(8 * GRID + 3)
+    serve(harness, "cold", prompt[: 4 * GRID + 1])
+    for name in ("a", "b"):
+        harness.submit(name, prompt, 2, ignore_eos=True)
+    harness.step()
+    for sequence in list(harness.engine.scheduler.running):
+        harness.engine.scheduler.preempt(sequence)
+    harness.device.drop_cache()
+    harness.run()
+    assert [harness.usage[name].cached_device for name in ("cold", "a", "b")] == [0, 4 * GRID, 8 * GRID]
+    total = sum(usage.prompt_tokens for usage in harness.usage.values())
+    assert report(harness.engine).computed_tokens == total - 12 * GRID == harness.device.stats.miss_tokens
+
+
+def test_what_a_prompt_computed_before_it_was_preempted_does_not_count_as_found_after() -> None:
+    harness = Harness(num_blocks=128)
+    prompt = prompt_of(4 * GRID + 3)
+    harness.submit("r", prompt, 2, ignore_eos=True)
+    while not harness.device.tree.num_checkpoints:
+        harness.step()
+    (sequence,) = harness.engine.scheduler.running
+    harness.engine.scheduler.preempt(sequence)
+    harness.run()
+    assert harness.usage["r"].cached_device == 0
+    assert report(harness.engine).computed_tokens == len(prompt) == harness.device.stats.miss_tokens
