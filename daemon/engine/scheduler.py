@@ -87,10 +87,11 @@ class Scheduler:
         return [sequence.swapped.resources for sequence in self.waiting if sequence.swapped is not None]
 
     def is_full(self, *, is_warm: bool) -> bool:
-        """Whether as many wait as may. What is to be warmed takes no answer's place."""
-        if len(self.waiting) < self.max_queue:
+        """Whether as many wait as may, for room or for their prefix. What is to be warmed takes no answer's place."""
+        if len(self.waiting) + len(self.restoring) < self.max_queue:
             return False
-        return is_warm or sum(sequence.request.warm is None for sequence in self.waiting) >= self.max_queue
+        answers = (sequence for sequence in self.waiting + self.restoring if sequence.request.warm is None)
+        return is_warm or sum(1 for _ in answers) >= self.max_queue
 
     def enqueue(self, request: Request) -> Sequence:
         """A new request at its place in the queue. The caller has checked what refusals.py refuses."""

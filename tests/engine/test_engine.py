@@ -184,6 +184,24 @@ def test_the_queue_is_bounded_and_a_duplicate_id_is_refused() -> None:
     assert ("c", 0) in harness.finished
 
 
+def test_the_queue_is_bounded_also_while_its_requests_stand_aside_for_one_prefix() -> None:
+    harness = Harness(num_chunks=40, max_queue=3)
+    prompt = prompt_of(4 * GRID + 3)
+    harness.submit("cold", prompt, 2)
+    harness.run()
+    harness.device.drop_cache()
+    harness.mover.is_stalled = True
+    for i in range(8):
+        harness.submit(f"r{i}", prompt, 2)
+        harness.step()
+    assert len(harness.engine.scheduler.restoring) == 3
+    assert [harness.rejected[f"r{i}"].reason for i in range(3, 8)] == [ErrorReason.QUEUE_FULL] * 5
+    harness.mover.is_stalled = False
+    harness.run()
+    assert all(harness.usage[f"r{i}"].cached_host == 4 * GRID for i in range(3))
+    harness.assert_idle_books()
+
+
 def test_a_deadline_ends_a_request_in_the_queue_and_while_running() -> None:
     harness = Harness(max_sequences=1)
     harness.submit("running", prompt_of(5), 200, min_tokens=200, deadline_s=0.5)
