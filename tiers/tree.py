@@ -108,6 +108,7 @@ class PrefixTree:
         self.num_pinned = 0
         self.num_checkpoints = 0  # on the device
         self.num_held_checkpoints = 0  # of those, the ones that a transfer reads
+        self.num_gains = 0  # since start-up, of nodes and of what they have on the device: a match may be longer
 
     def root(self, key: bytes, namespace: str) -> Node:
         """The node above a namespace's first blocks; one that is not known yet is kept only by `add`."""
@@ -140,6 +141,7 @@ class PrefixTree:
         if parent.parent is None:
             assert self._roots.setdefault(parent.key, parent) is parent, "two roots with one key"
         self.num_nodes += 1
+        self.num_gains += 1
         self._by_key.setdefault(key, node)  # where a key is not unique, one of its nodes cannot be named, no more
         self._tick(node)
         return node
@@ -156,6 +158,7 @@ class PrefixTree:
         node.block_id = block_id
         node.parent.device_children += 1
         self.num_on_device += 1
+        self.num_gains += 1
         self.num_cached += node.is_cached
         self._tick(node)
         self.tell(node, "device", came=True)
@@ -234,6 +237,7 @@ class PrefixTree:
         assert node.block_id is not None
         node.checkpoint = slot_id
         self.num_checkpoints += 1
+        self.num_gains += 1
 
     def clear_checkpoint(self, node: Node) -> int:
         """Forgets a node's checkpoint on the device and returns its slot id."""

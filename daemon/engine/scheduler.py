@@ -14,6 +14,7 @@ from math import inf
 from daemon.cache_messages import TierName
 from daemon.config import EngineConfig
 from daemon.engine.meters import EngineMeters
+from daemon.engine.room import Room
 from daemon.engine.sequence import Request, Sequence, SequenceState
 from daemon.engine.streaming import Streaming
 from daemon.engine.turns import Turns
@@ -63,7 +64,7 @@ class Scheduler:
         if cache.residency is not None and streams:
             self.streaming = Streaming(cache, cache.residency, config)
         self.turns = Turns()
-        self._refused_at: tuple[object, ...] | None = None  # the room in which the head of the queue last did not fit
+        self._refused_at: Room | None = None  # when the head of the queue last did not fit
 
     @property
     def num_running(self) -> int:
@@ -110,14 +111,12 @@ class Scheduler:
         """
         self._end_restores(now)
         admitted: list[Admitted] = []
-        while self.waiting and self._refused_at != self._room():
+        while self.waiting and self._room().may_fit_after(self._refused_at):
             sequence = self.waiting[0]
             acquired = self._return(sequence) if sequence.swapped is not None else self._acquire(sequence, now)
             if acquired is None:
                 if self._make_way(sequence):
                     continue
-                if self.streaming is not None:
-                    self.streaming.make_room(self.running)
                 self._refused_at = self._room()
                 break
             self.waiting.pop(0)
@@ -130,6 +129,8 @@ class Scheduler:
                 choice.state = SequenceState.PREFILLING if choice.in_prompt else SequenceState.DECODING
             self.running.append(sequence)
             admitted.append(acquired)
+        if self.waiting and self.streaming is not None:
+            self.streaming.make_room(self.running)
         return admitted
 
     def stuck(self) -> Sequence | None:
@@ -259,13 +260,10 @@ class Scheduler:
         self.preempt(max(warming, key=lambda s: s.rank))
         return True
 
-    def _room(self) -> tuple[object, ...]:
-        """What an admission depends on: while it is unchanged, trying again would only hash the prompt again."""
-        device = self.device
-        tree = device.tree
-        checkpoints = (tree.num_checkpoints, tree.num_held_checkpoints)
-        free = (device.blocks.num_free, device.slots.num_free, tree.num_cached, *checkpoints)
-        return (self.waiting[0].id, self.num_running, device.tree.num_nodes, *free)
+    def _room(self) -> Room:
+        head, device = self.waiting[0].rank, self.device
+        num_blocks, num_slots = device.num_available_blocks, device.num_available_slots
+        return Room(head, self.num_running, device.tree.num_gains, num_blocks, num_slots)
 
     def _end_restores(self, now: float) -> None:
         """Those whose prefix has come, or has not come in time, wait for admission again."""
