@@ -55,6 +55,7 @@ Answerable = (
 )  # fmt: skip
 Question = Answerable | KvWatch | KvUnwatch
 FLUSH_TIMEOUT_S = 300.0
+SHRINK_AGAIN_S = 1.0  # after which what exceeds a quota, and is held, is looked for again
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class Questions:
         self.send = send
         disk = self.cache.disk
         self.quotas = {quota.namespace: quota for quota in disk.store.quotas()} if disk is not None else {}
+        self._shrunk_in_vain: dict[str, float] = {}  # when, of namespaces that exceed their quota by what is held
         self.flushes: list[OpenFlush] = []
         self.scrubs = Scrubs(self.cache, send)
         self.kv_events = KvEvents(prefixes.tree, send)
@@ -106,9 +108,8 @@ class Questions:
     def poll(self, unix_s: float) -> None:
         """Goes on with what takes time: flushes, pins and times to live that end, quotas that are exceeded."""
         self.prefixes.expire(unix_s)
-        for namespace, quota in self.quotas.items():
-            if quota.cached_bytes is not None and self.prefixes.tree.charged[namespace] > quota.cached_bytes:
-                self.prefixes.shrink(namespace, quota.cached_bytes)
+        for quota in self.quotas.values():
+            self._keep(quota, unix_s)
         self.kv_events.poll(unix_s)
         for flush in list(self.flushes):
             if self.cache.writedown.is_idle:
@@ -118,6 +119,17 @@ class Questions:
                 self.flushes.remove(flush)
                 reason = f"not all was written within {FLUSH_TIMEOUT_S:.0f} s"
                 self.send(Refused(flush.query_id, ErrorReason.TIER_UNAVAILABLE, reason))
+
+    def _keep(self, quota: Quota, unix_s: float) -> None:
+        """Evicts what exceeds a quota. To find that too much is held takes a look at the whole tree: not every step."""
+        namespace, limit = quota.namespace, quota.cached_bytes
+        if limit is None or self.prefixes.tree.charged[namespace] <= limit:
+            return
+        tried = self._shrunk_in_vain.pop(namespace, None)
+        if tried is not None and 0 <= unix_s - tried < SHRINK_AGAIN_S:
+            self._shrunk_in_vain[namespace] = tried
+        elif not self.prefixes.shrink(namespace, limit):
+            self._shrunk_in_vain[namespace] = unix_s
 
     def _answer(self, question: Answerable, unix_s: float) -> CacheAnswer | None:
         match question:
@@ -144,10 +156,12 @@ class Questions:
             case SetQuota():
                 quota = Quota(question.namespace, question.cached_bytes, question.pinned_bytes)
                 self.quotas[question.namespace] = quota
+                self._shrunk_in_vain.pop(question.namespace, None)
                 self._remember(lambda store: store.set_quota(quota))
                 self.poll(unix_s)
                 return QuotaList(question.query_id, (self._quota_row(question.namespace),))
             case RemoveQuota():
+                self._shrunk_in_vain.pop(question.namespace, None)
                 if self.quotas.pop(question.namespace, None) is None:
                     raise _RefusedError(ErrorReason.NOT_FOUND, "this namespace has no quota")
                 self._remember(lambda store: store.remove_quota(question.namespace))

@@ -1,0 +1,40 @@
+"""A quota of cached bytes: kept as soon as it can be, and not looked for in vain with every step."""
+
+import pytest
+
+from daemon.cache_messages import SetQuota
+from daemon.engine.questions import SHRINK_AGAIN_S
+from tests.engine.harness import GRID, Harness
+from tests.engine.test_engine import prompt_of
+
+
+def test_what_exceeds_a_quota_while_it_is_held_is_not_looked_for_with_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(num_blocks=128)
+    prefixes, tree = harness.engine.prefixes, harness.device.tree
+    limit = 4 * harness.device.layout.block_bytes
+    harness.engine.handle(SetQuota(1, "a", cached_bytes=limit, pinned_bytes=None))
+    harness.submit("old", prompt_of(GRID + 1, 1), 2, namespace="a")
+    harness.run()
+    tried: list[int] = []
+    shrink = prefixes.shrink
+
+    def counted(namespace: str, limit_bytes: int) -> bool:
+        tried.append(tree.num_nodes)
+        return shrink(namespace, limit_bytes)
+
+    monkeypatch.setattr(prefixes, "shrink", counted)
+    harness.submit("r", prompt_of(8 * GRID + 1), 60, namespace="a", ignore_eos=True)
+    while "r" not in harness.usage:
+        harness.step()
+    assert tried, "the prompt exceeds the quota"
+    assert tree.charged["a"] > limit
+    tried.clear()
+    harness.step(40)
+    assert len(tried) <= 1
+    harness.run()
+    harness.now += SHRINK_AGAIN_S
+    harness.engine.keep_time()
+    assert tree.charged["a"] <= limit
+    harness.assert_idle_books()
