@@ -48,7 +48,11 @@ class Mover(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Readable when a poll has something to do."""
+        """Readable when a poll has something to do, or somebody was to be woken."""
+        ...
+
+    def wake(self) -> None:
+        """Makes it readable until the next poll. Any thread may call it, until it is closed."""
         ...
 
     def close(self) -> None:
@@ -67,7 +71,7 @@ class ThreadMover:
         self._ended: deque[tuple[Job, Exception | None]] = deque()
         self._submitted = 0
         self._num_pending = 0
-        self._is_closed = False
+        self._is_closed = self._is_woken = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         queues = [self._reads] * num_readers + [self._writes]
         self._threads = [
@@ -84,6 +88,10 @@ class ThreadMover:
     def fileno(self) -> int:
         return self._event
 
+    def wake(self) -> None:
+        self._is_woken = True
+        os.eventfd_write(self._event, 1)
+
     def submit(self, job: Job) -> None:
         queue = self._reads if job.priority is Priority.RESTORE else self._writes
         with self._changed:
@@ -94,8 +102,9 @@ class ThreadMover:
             self._changed.notify_all()
 
     def poll(self) -> None:
-        if not self._ended:
+        if not self._ended and not self._is_woken:
             return
+        self._is_woken = False
         with contextlib.suppress(BlockingIOError):  # a job ended just now, and its event comes to the next poll
             os.eventfd_read(self._event)
         while self._ended:

@@ -97,7 +97,8 @@ class Engine:
         self.questions = Questions(self.prefixes, self.rate, send)
         self.warming = Warming(cache, self.prefixes, self.questions.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
-        self.grammars = GrammarBuilder(partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids))
+        load = partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids)
+        self.grammars = GrammarBuilder(load, cache.mover.wake)
         self.send = send
         self.clock = clock
         self.unix_clock = unix_clock
@@ -160,10 +161,11 @@ class Engine:
         prompt_ids = list(memoryview(message.prompt_ids).cast("i"))
         max_len = min(len(prompt_ids) + message.max_tokens, self.max_context_tokens)
         asked = Asked(len(prompt_ids), max_len, self.max_context_tokens, message.n, warm is not None)
+        request_id = message.request_id
         if refused := refusal(self.scheduler, asked):
-            self._reject(message, refused.reason, refused.message, refused.retry_after_s)
-        elif message.request_id in self.requests or message.request_id in self.warming.writing:
-            self._reject(message, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open")
+            self.send(Rejected(request_id, refused.reason, refused.message, retry_after_s=refused.retry_after_s))
+        elif request_id in self.requests or request_id in self.warming.writing:
+            self.send(Rejected(request_id, ErrorReason.DUPLICATE_REQUEST_ID, "a request with this id is open"))
         else:
             now = self.clock()
             text = message.grammar
@@ -235,13 +237,13 @@ class Engine:
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
         self.questions.close()
-        self.cache.close()
         self.grammars.close()
+        self.cache.close()
 
     @property
     def only_waits(self) -> bool:
-        """Nothing can be computed until a transfer ends: whoever turns the loop may sleep until one does."""
-        return self.scheduler.only_waits and self.cache.holds_device
+        """Nothing can be computed until a transfer ends or a grammar is built: whoever turns the loop may sleep."""
+        return self.scheduler.only_waits and (self.cache.holds_device or self.scheduler.awaits_grammar)
 
     def owners(self) -> list[Resources]:
         """Everyone who may hold something in some tier."""
@@ -396,9 +398,6 @@ class Engine:
             self.scheduler.remove(sequence)
         except ReleaseError:
             log.exception("%s could not return everything", sequence.id)
-
-    def _reject(self, submit: Submit, reason: ErrorReason, message: str, retry_after_s: float | None = None) -> None:
-        self.send(Rejected(submit.request_id, reason, message, retry_after_s=retry_after_s))
 
     def _expire(self, now: float) -> None:
         for choices in list(self.requests.values()):

@@ -47,10 +47,12 @@ class GrammarBuilder:
 
     Args:
         load: reads the vocabulary; raises UnusableTokenizer.
+        wake: called by the builder's thread after each; whoever has nothing else to do may sleep until then.
     """
 
-    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, load: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         self._load = load
+        self._wake = wake
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._jobs: SimpleQueue[tuple[str, Grammar] | None] = SimpleQueue()
@@ -103,3 +105,4 @@ class GrammarBuilder:
             except BaseException:  # a panic of the library is no Exception; this thread is the only one that builds
                 log.exception("a grammar could not be built")
                 grammar.fault = "it cannot be built here"
+            self._wake()

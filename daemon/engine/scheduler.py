@@ -401,8 +401,13 @@ class Scheduler:
 
     @property
     def only_waits(self) -> bool:
-        """Nobody has rows to compute before something has moved."""
-        return not any(s.stream is None or self._can_run(s) for s in self.running)
+        """Nobody has rows to compute before something has moved, or a grammar is built."""
+        return not any(self._can_run(sequence) for sequence in self.running)
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Somebody is admitted, and would compute if its grammar were built."""
+        return any(not sequence.request.is_ready for sequence in self.running)
 
     def _can_run(self, sequence: Sequence) -> bool:
         has_come = sequence.stream is None or (self.streaming is not None and self.streaming.can_run(sequence))

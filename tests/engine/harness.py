@@ -1,6 +1,7 @@
 """An engine with the invented model, a clock of its own and no process: tests drive it step by step."""
 
 import random
+import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class ManualMover:
     def __init__(self, slow: random.Random | None = None) -> None:
         self.slow = slow
         self.is_stalled = self.is_closed = False
+        self.woken = threading.Event()
         self.waiting: list[Job] = []
         self.ended: list[tuple[Job, Exception | None]] = []
 
@@ -60,6 +62,9 @@ class ManualMover:
 
     def fileno(self) -> int:
         raise AssertionError("nobody waits for this")
+
+    def wake(self) -> None:
+        self.woken.set()
 
     def run_next(self) -> None:
         job = min(self.waiting, key=lambda job: job.priority)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,33 @@ def test_a_build_that_fails_otherwise_than_grammars_do_ends_its_own_request_alon
     harness.assert_idle_books()
 
 
+def test_an_engine_that_only_waits_for_a_grammar_may_sleep_and_is_woken_when_it_is_built(
+    harness: Harness, folder: str
+) -> None:
+    may_load = threading.Event()
+
+    def load() -> LLTokenizer:
+        assert may_load.wait(60)
+        return load_tokenizer(Path(folder), (EOS,))
+
+    harness.engine.grammars._load = load
+    harness.submit("bound", PROMPT, 8, grammar=regex("a{9}"))
+    harness.step(2)
+    assert harness.engine.only_waits
+    harness.submit("free", PROMPT[:5], 8, ignore_eos=True)
+    harness.step()
+    assert not harness.engine.only_waits
+    while ("free", 0) not in harness.finished:
+        harness.step()
+    assert harness.engine.only_waits
+    may_load.set()
+    assert harness.mover.woken.wait(60)
+    assert not harness.engine.only_waits
+    harness.run()
+    assert len(harness.tokens[("bound", 0)]) == 8
+    harness.assert_idle_books()
+
+
 def test_a_matcher_that_nobody_holds_is_named(harness: Harness) -> None:
     harness.submit("r", PROMPT, 20, grammar=regex("a{30}"))
     while not harness.tokens[("r", 0)]:
@@ -281,7 +309,7 @@ def test_a_matcher_that_nobody_holds_is_named(harness: Harness) -> None:
 
 
 def test_grammars_are_shared_within_a_namespace_and_kept_for_a_while(folder: str) -> None:
-    builder = GrammarBuilder(lambda: load_tokenizer(Path(folder), (EOS,)))
+    builder = GrammarBuilder(lambda: load_tokenizer(Path(folder), (EOS,)), lambda: None)
     first = builder.build('start: "a"', "one")
     assert builder.build('start: "a"', "one") is first
     assert builder.build('start: "a"', "two") is not first
