@@ -18,6 +18,7 @@ from daemon.engine.engine import Engine
 from daemon.engine.faults import DeviceFault, end_if_sticky
 from daemon.engine.leaving import write_down
 from daemon.engine.link import FrontGone, Link
+from daemon.engine.resting import may_sleep, rest
 from daemon.engine.start import StartError, start
 from daemon.engine.watch import TierWatch
 from daemon.messages import Configure, LoadFailed, Loading, Pulse, Ready
@@ -87,8 +88,7 @@ def _loop(engine: Engine, link: Link) -> None:
     is_proven = False
     trim_due: float | None = None
     while not engine.is_stopping:
-        is_resting = engine.is_idle or engine.only_waits
-        messages = link.receive(PULSE_S if is_resting else 0.0, engine.cache.mover)
+        messages = link.receive(PULSE_S if may_sleep(engine) else 0.0, engine.cache.mover)
         for message in messages:
             engine.handle(message)
         if engine.has_work:
@@ -103,7 +103,7 @@ def _loop(engine: Engine, link: Link) -> None:
                 engine.scheduler.meters.step_s.observe(time.perf_counter() - began)
             is_proven, trim_due = False, time.monotonic() + TRIM_AFTER_S
         elif not messages and engine.tuning is not None and engine.tuning.num_waiting:
-            engine.rest()
+            rest(engine)
         elif not messages and not is_proven:
             _prove(engine)
             is_proven = True

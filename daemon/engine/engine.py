@@ -53,8 +53,6 @@ from tiers.pools import DevicePools
 from tiers.prefixes import Prefixes
 from tiers.resources import ReleaseError, Resources
 
-RESTING_VISITS = 4  # replayed by the tuner in one idle moment, a few milliseconds
-
 log = logging.getLogger("downcore.engine")
 
 
@@ -225,14 +223,6 @@ class Engine:
     def keep_time(self) -> None:
         """Ends what has a time to end. Called now and then, also while nothing else happens."""
         self.questions.poll(self.unix_clock())
-
-    def rest(self) -> None:
-        """Work for idle moments: the eviction weights learn from the latest prompts."""
-        if self.tuning is not None:
-            change = self.tuning.advance(RESTING_VISITS)
-            if change is not None:
-                log.info("%s", change)
-                self.cache.reweigh(change.new)
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
