@@ -171,10 +171,11 @@ class TieredCache:
         self.lookup_s.observe(self.last_lookup_s)
         return match
 
-    def weigh(self, match: Match) -> Verdict | None:
+    def weigh(self, match: Match, *, is_forecast: bool = False) -> Verdict | None:
         """Whether to load what is below the device or to compute it; None where nothing is below.
 
-        The slowest tier that has a part of it decides. A disk that does not read now is not asked.
+        The slowest tier that has a part of it decides. A disk that does not read now is not asked. A forecast is for
+        somebody who only wants to know: it changes no later decision.
         """
         if match.deeper is None:
             return None
@@ -187,7 +188,8 @@ class TieredCache:
         if self.device.layout.slots and last.checkpoint is None:
             num_bytes["host" if last.host_state is not None else "disk"] += self.state_bytes_in(last)
         slowest = "disk" if num_bytes.get("disk") else "host"
-        verdict = self.gates[slowest].decide(sum(num_bytes.values()), flops)
+        gate, total_bytes = self.gates[slowest], sum(num_bytes.values())
+        verdict = gate.forecast(total_bytes, flops) if is_forecast else gate.decide(total_bytes, flops)
         if slowest == "disk" and self.disk is not None and not self.disk.gives_reads:
             return replace(verdict, is_load=False, deadline_s=None)
         return verdict if self.costs.is_gated else replace(verdict, is_load=True, deadline_s=None)

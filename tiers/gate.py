@@ -86,11 +86,18 @@ class BreakEvenGate:
 
         Before both speeds are known it loads: that is how they become known.
         """
-        load_s, compute_s = self.load_s(num_bytes + queued_bytes), self.prefill.compute_s(flops)
+        verdict = self.forecast(num_bytes + queued_bytes, flops)
+        if verdict.load_s is not None and verdict.compute_s is not None:
+            self.is_refusing = not verdict.is_load
+        return verdict
+
+    def forecast(self, num_bytes: int, flops: int) -> Verdict:
+        """What would be decided. Nothing follows from it for other loads."""
+        load_s, compute_s = self.load_s(num_bytes), self.prefill.compute_s(flops)
         if load_s is None or compute_s is None:
             return Verdict(True, load_s, compute_s, compute_s)
-        self.is_refusing = load_s > compute_s * (REOPEN_RATIO if self.is_refusing else 1.0)
-        return Verdict(not self.is_refusing, load_s, compute_s, None if self.is_refusing else compute_s)
+        is_load = load_s <= compute_s * (REOPEN_RATIO if self.is_refusing else 1.0)
+        return Verdict(is_load, load_s, compute_s, compute_s if is_load else None)
 
     def observe(self, num_bytes: int, elapsed_s: float, now_s: float) -> None:
         """A load or a probe has ended, or was given up after `elapsed_s`."""

@@ -179,7 +179,7 @@ class Questions:
         token_ids = list(memoryview(question.prompt_ids).cast("i"))
         match = device.lookup(token_ids, question.namespace)
         path = device.walk(token_ids, question.namespace)
-        verdict = self.cache.weigh(match)
+        verdict = self.cache.weigh(match, is_forecast=True)
         is_load = verdict is not None and verdict.is_load
         size = device.layout.block_size
         resume_len = match.resume_len
