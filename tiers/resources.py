@@ -4,7 +4,7 @@ Whatever is acquired is registered here in the same moment, together with how to
 finish, cancel, deadline, error, half-built admission and shutdown all take it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 
 class ReleaseError(Exception):
@@ -63,3 +63,19 @@ class Resources:
                 errors.append((kind, id_, error))
         if errors:
             raise ReleaseError(errors)
+
+
+def release_all(owners: Iterable[Resources]) -> None:
+    """Returns everything of several owners, in their order; what fails of one keeps nothing of the others.
+
+    Raises:
+        ReleaseError: with the failures of all.
+    """
+    errors: list[tuple[str, Hashable, Exception]] = []
+    for resources in owners:
+        try:
+            resources.release()
+        except ReleaseError as failed:
+            errors += failed.errors
+    if errors:
+        raise ReleaseError(errors)

@@ -21,7 +21,7 @@ from daemon.engine.turns import Turns
 from daemon.meter_messages import Loaded
 from tiers.cache import TieredCache
 from tiers.match import Match
-from tiers.resources import Resources
+from tiers.resources import Resources, release_all
 
 MAX_RESTORES = 2  # waited for by one request: what is evicted before it can be used twice is computed instead
 
@@ -226,14 +226,14 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.restoring:
             self.restoring.remove(sequence)
-        if sequence.swapped is not None:
-            swapped, sequence.swapped = sequence.swapped, None
-            swapped.resources.release()
-        sequence.state = SequenceState.FINISHED
-        for sibling in sequence.siblings:
-            sibling.forget()
-        sequence.siblings = []
-        sequence.forget()
+        choices = [*sequence.siblings, sequence]
+        moved = [] if sequence.swapped is None else [sequence.swapped.resources]
+        sequence.state, sequence.siblings, sequence.swapped = SequenceState.FINISHED, [], None
+        try:
+            release_all([*moved, *(choice.resources for choice in choices)])
+        finally:
+            for choice in choices:
+                choice.forget()
 
     def check(self) -> None:
         """Raises AssertionError where a sequence holds what its state does not allow."""

@@ -1,7 +1,9 @@
-"""How choices of one request end: at a deadline, and by what came for them before their fork."""
+"""How choices of one request end together: at a deadline, and where something cannot be returned."""
 
 from daemon.errors import ErrorReason
-from tests.engine.harness import GRID, Harness
+from daemon.messages import Abort
+from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
+from tests.engine.invented import Oracle
 from tests.engine.test_engine import prompt_of
 
 
@@ -18,4 +20,23 @@ def test_choices_that_are_admitted_again_together_end_together_where_their_deadl
     harness.run()
     assert harness.rejected["r"].reason is ErrorReason.DEADLINE_EXCEEDED
     assert len(harness.tokens[("other", 0)]) == 40
+    harness.assert_idle_books()
+
+
+def fails() -> None:
+    raise OSError("it cannot be returned")
+
+
+def test_what_one_choice_cannot_return_keeps_nothing_of_the_others_and_no_chunk_in_flight() -> None:
+    harness = Harness(num_blocks=128)
+    harness.submit("r", prompt_of(6 * GRID), 12, n=3)
+    harness.step()
+    (lead,) = harness.engine.scheduler.running
+    assert harness.engine.prefill.chunk is not None
+    lead.siblings[0].resources.hold("odd", 1, fails)
+    harness.engine.handle(Abort("r"))
+    harness.assert_idle_books()
+    harness.submit("next", prompt_of(2 * GRID, 1), 12)
+    harness.run()
+    assert harness.tokens[("next", 0)] == Oracle(INVENTED, BLOCK).answer(prompt_of(2 * GRID, 1), 12)
     harness.assert_idle_books()
