@@ -69,8 +69,9 @@ class Prefill:
             self.device.stats.miss_tokens += request.prompt_len
             self._found(request, match.resume_len)
             self._remember(sequence, match)
-        else:
+        else:  # what it resumed from at first may be gone
             self._found(request, match.resume_len)
+            sequence.checkpoint_at |= {(request.prompt_len - 1) // self.device.grid * self.device.grid}
 
     def _found(self, request: Request, end: int) -> None:
         """A prompt's positions [0, end) were found. Each counts once, as what it was when the prompt first came there:
