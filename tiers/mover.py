@@ -71,7 +71,7 @@ class ThreadMover:
         self._ended: deque[tuple[Job, Exception | None]] = deque()
         self._submitted = 0
         self._num_pending = 0
-        self._is_closed = self._is_woken = False
+        self._is_closed = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         queues = [self._reads] * num_readers + [self._writes]
         self._threads = [
@@ -89,7 +89,6 @@ class ThreadMover:
         return self._event
 
     def wake(self) -> None:
-        self._is_woken = True
         os.eventfd_write(self._event, 1)
 
     def submit(self, job: Job) -> None:
@@ -102,10 +101,9 @@ class ThreadMover:
             self._changed.notify_all()
 
     def poll(self) -> None:
-        if not self._ended and not self._is_woken:
-            return
-        self._is_woken = False
-        with contextlib.suppress(BlockingIOError):  # a job ended just now, and its event comes to the next poll
+        with contextlib.suppress(
+            BlockingIOError
+        ):  # always taken: that of a job may come after the poll that told of it
             os.eventfd_read(self._event)
         while self._ended:
             job, error = self._ended.popleft()

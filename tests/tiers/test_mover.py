@@ -36,3 +36,26 @@ def test_writes_are_done_one_after_another_the_urgent_first_and_else_as_they_cam
     assert order == ended == names
     assert all(at_once), "two at once"
     mover.close()
+
+
+def test_a_wake_from_any_thread_lasts_until_the_next_poll() -> None:
+    mover = ThreadMover(1)
+    waker = threading.Thread(target=mover.wake)
+    waker.start()
+    assert select.select([mover], [], [], 60)[0]
+    waker.join()
+    mover.poll()
+    assert not select.select([mover], [], [], 0)[0]
+    mover.close()
+
+
+def test_an_event_that_comes_after_the_poll_that_told_of_its_job_keeps_nobody_awake() -> None:
+    mover, told = ThreadMover(1), threading.Event()
+    mover._ended.append((Job(Priority.RESTORE, lambda: None, lambda error: told.set()), None))
+    mover._num_pending += 1
+    mover.poll()
+    assert told.is_set()
+    mover.wake()  # as the job's thread does, a moment later
+    mover.poll()
+    assert not select.select([mover], [], [], 0)[0], "whoever waits for it would never sleep again"
+    mover.close()
