@@ -103,7 +103,7 @@ class ThreadMover:
     def poll(self) -> None:
         with contextlib.suppress(
             BlockingIOError
-        ):  # always taken: that of a job may come after the poll that told of it
+        ):  # that of a job may come after the poll that told of it
             os.eventfd_read(self._event)
         while self._ended:
             job, error = self._ended.popleft()
