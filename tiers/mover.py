@@ -101,9 +101,7 @@ class ThreadMover:
             self._changed.notify_all()
 
     def poll(self) -> None:
-        with contextlib.suppress(
-            BlockingIOError
-        ):  # that of a job may come after the poll that told of it
+        with contextlib.suppress(BlockingIOError):  # that of a job may come after the poll that told of it
             os.eventfd_read(self._event)
         while self._ended:
             job, error = self._ended.popleft()
