@@ -303,7 +303,7 @@ class TieredCache:
             if error is None:
                 self.gates["disk"].observe(place.ref.stored_bytes, took_s, self._now)
             else:
-                self.restorer.set_aside(place.node, place.ref, str(error))
+                self.restorer.set_aside(place.node, place.ref, error)
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 

@@ -27,7 +27,7 @@ class Landing:
     extents: dict[int, Extent]
     state: memoryview | None  # of the last node's checkpoint, once it is there; None where it was not asked for
     pending: int  # jobs
-    failed: list[tuple[Node, RecordRef, str]] = field(default_factory=list[tuple[Node, RecordRef, str]])
+    failed: list[tuple[Node, RecordRef, Exception]] = field(default_factory=list[tuple[Node, RecordRef, Exception]])
     error: Exception | None = None  # the spill took no blocks
     is_wanted: bool = True
 
@@ -99,7 +99,7 @@ class Lander:
         return wanted
 
     def _job(self, landing: Landing, wanted: Sequence[_Wanted], extent: Extent | None) -> Job:
-        failed: list[tuple[Node, RecordRef, str]] = []
+        failed: list[tuple[Node, RecordRef, Exception]] = []
         took_s = 0.0
 
         def work() -> None:
@@ -110,7 +110,7 @@ class Lander:
             images = self._buffers(len(wanted)) if landing.state is None or extent is not None else [landing.state]
             requests = [(head, ref, image) for (_, head, ref), image in zip(wanted, images, strict=True)]
             flaws = self.disk.store.read(requests)
-            failed.extend((node, ref, str(f)) for (node, _, ref), f in zip(wanted, flaws, strict=True) if f is not None)
+            failed.extend((node, ref, f) for (node, _, ref), f in zip(wanted, flaws, strict=True) if f is not None)
             if extent is not None and not failed:
                 self.spill.write(extent, images)
             took_s = time.perf_counter() - began

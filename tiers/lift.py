@@ -86,7 +86,7 @@ class Lifter:
         return Load(node, is_state, NOWHERE, chunks, (self.disk.head(node, kind), ref))
 
     def _job(self, lift: Restore, batch: Sequence[Load]) -> Job:
-        failures: dict[Load, str] = {}
+        failures: dict[Load, Exception] = {}
         took_s = 0.0
 
         def work() -> None:
@@ -96,7 +96,7 @@ class Lifter:
             took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
-            lift.failed.update(failures if error is None else dict.fromkeys(batch, str(error) or repr(error)))
+            lift.failed.update(failures if error is None else dict.fromkeys(batch, error))
             lift.pending -= 1
             self._count(lift, batch, took_s)
             if lift.pending == 0:
@@ -104,7 +104,7 @@ class Lifter:
 
         return Job(Priority.RESTORE, work, done)
 
-    def _read(self, batch: Sequence[Load]) -> dict[Load, str]:
+    def _read(self, batch: Sequence[Load]) -> dict[Load, Exception]:
         """Blocks land in their chunks; a state, which may have several, by way of memory of its own."""
         requests: list[tuple[RecordHead, RecordRef, memoryview]] = []
         for load in batch:
@@ -113,10 +113,10 @@ class Lifter:
             own = memoryview(bytearray(self.layout.slot_bytes)) if load.is_state else None
             landing = own or self.transfer.view_chunks(load.chunks, self.layout.block_bytes)
             requests.append((*load.record, landing))
-        failures: dict[Load, str] = {}
+        failures: dict[Load, Exception] = {}
         for load, request, flaw in zip(batch, requests, self.disk.store.read(requests), strict=True):
             if flaw is not None:
-                failures[load] = str(flaw)
+                failures[load] = flaw
             elif load.is_state and load.chunks is not None:
                 size = self.host.chunk_bytes
                 for number, chunk in enumerate(load.chunks):

@@ -122,7 +122,8 @@ class Flaw(StrEnum):
     OTHER_RECORD = "other record"  # key, tokens, namespace or another field differs from what was asked for
     UNREADABLE = "unreadable"  # the system says so
     LATE = "late"  # the disk does not answer in time
-    REFUSED = "refused"  # not tried: the disk failed lately
+    REFUSED = "refused"  # not tried: the disk failed lately; the record may be good
+    QUARANTINED = "quarantined"  # not tried: an earlier read found it flawed
 
 
 class RecordFlaw(Exception):
@@ -135,6 +136,11 @@ class RecordFlaw(Exception):
         super().__init__(f"{flaw.value}: {detail}")
         self.flaw = flaw
         self.stored_bytes = stored_bytes
+
+
+def is_refusal(flaw: Exception | None) -> bool:
+    """The disk was not asked: nothing is known against the record."""
+    return isinstance(flaw, RecordFlaw) and flaw.flaw is Flaw.REFUSED
 
 
 def checksum(data: memoryview | bytes) -> bytes:

@@ -15,7 +15,7 @@ from tiers.disk import DiskTier
 from tiers.host import HostTier
 from tiers.match import Match
 from tiers.mover import Job, Mover, Priority
-from tiers.records import RecordHead, RecordKind, RecordRef
+from tiers.records import RecordHead, RecordKind, RecordRef, is_refusal
 from tiers.resources import Resources
 from tiers.transfer import Fence, Image, Transfer
 from tiers.tree import Node
@@ -47,7 +47,7 @@ class Restore:
     target: Node
     loads: tuple[Load, ...]
     pending: int  # jobs
-    failed: dict[Load, str] = field(default_factory=dict[Load, str])
+    failed: dict[Load, Exception] = field(default_factory=dict[Load, Exception])
     host_tokens: int = 0
     disk_tokens: int = 0
     read_bytes: int = 0  # as they lie in their tiers
@@ -152,7 +152,7 @@ class Restorer:
             self.mover.submit(self._job(restore, batch, fence))
 
     def _job(self, restore: Restore, batch: Sequence[Load], fence: Fence) -> Job:
-        failures: dict[Load, str] = {}
+        failures: dict[Load, Exception] = {}
         took_s = 0.0
 
         def work() -> None:
@@ -165,7 +165,7 @@ class Restorer:
             took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
-            restore.failed.update(failures if error is None else dict.fromkeys(batch, str(error) or repr(error)))
+            restore.failed.update(failures if error is None else dict.fromkeys(batch, error))
             restore.pending -= 1
             self._count(restore, batch, took_s)
             if restore.pending == 0:
@@ -177,18 +177,18 @@ class Restorer:
         self.transfer.to_device([(load.chunks, load.image) for load in batch if load.chunks is not None], fence)
         self.transfer.arrived()
 
-    def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, str]:
+    def _from_disk(self, batch: Sequence[Load], fence: Fence) -> dict[Load, Exception]:
         assert self.disk is not None
         landings = self.transfer.landings([load.image for load in batch])
         requests = [
             (*load.record, landing) for load, landing in zip(batch, landings, strict=True) if load.record is not None
         ]
-        failures: dict[Load, str] = {}
+        failures: dict[Load, Exception] = {}
         for load, landing, flaw in zip(batch, landings, self.disk.store.read(requests), strict=True):
             if flaw is None:
                 self.transfer.land(load.image, landing, fence)
             else:
-                failures[load] = str(flaw)
+                failures[load] = flaw
         self.transfer.arrived()
         return failures
 
@@ -223,13 +223,15 @@ class Restorer:
         self.ended(restore)
         restore.resources.release()
 
-    def set_aside(self, node: Node, ref: RecordRef, reason: str) -> bool:
+    def set_aside(self, node: Node, ref: RecordRef, flaw: Exception) -> bool:
         """A record that could not be read is no copy any more, and what that leaves without bytes is forgotten.
 
-        False where the node does not have this record any more.
+        False where the node does not have this record any more, or where the disk was not asked: nothing is known
+        against the record then, and it is good for later.
         """
-        if node.parent is None or self.disk is None:
+        if node.parent is None or self.disk is None or is_refusal(flaw):
             return False
+        reason = str(flaw) or repr(flaw)
         if node.disk_state == ref:
             self.disk.quarantine_state(node, reason)
         elif node.disk_block == ref:

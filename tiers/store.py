@@ -242,11 +242,16 @@ class DiskStore:
         bytes are at fault is quarantined: no later read touches it, and it is deleted.
         """
         answers: list[RecordFlaw | None] = [None] * len(requests)
-        wanted = [number for number, (_, ref, _) in enumerate(requests) if ref not in self._quarantine]
+        wanted: list[int] = []
+        for number, (_, ref, _) in enumerate(requests):
+            if ref in self._quarantine:
+                answers[number] = RecordFlaw(Flaw.QUARANTINED, "an earlier read found it flawed")
+            else:
+                wanted.append(number)
         if wanted and not self._read_gate.admits(time.monotonic()):
+            for number in wanted:
+                answers[number] = RecordFlaw(Flaw.REFUSED, "the disk failed lately")
             wanted = []
-        for number in set(range(len(requests))) - set(wanted):
-            answers[number] = RecordFlaw(Flaw.REFUSED, "quarantined, or the disk failed lately")
         chosen = [requests[number] for number in wanted]
         outcome = self._reader.read(chosen, timeout_s, self._erase_soon)
         for number, answer in zip(wanted, outcome, strict=True):

@@ -9,6 +9,7 @@ from daemon.errors import ErrorReason
 from tiers.cache import TieredCache
 from tiers.disk import DiskTier, Place
 from tiers.mover import Job, Priority
+from tiers.records import is_refusal
 
 RECORDS_A_JOB = 16
 
@@ -61,12 +62,13 @@ class Scrubs:
         def done(error: Exception | None) -> None:
             if scrub.query_id not in self._running:
                 return
+            error = error or next((flaw for flaw in flaws if is_refusal(flaw)), None)
             if error is not None:
                 self.cancel(scrub.query_id)
                 self.send(Refused(scrub.query_id, ErrorReason.TIER_UNAVAILABLE, str(error)))
                 return
             for place, flaw in zip(part, flaws, strict=True):
-                if flaw is not None and self.cache.restorer.set_aside(place.node, place.ref, str(flaw)):
+                if flaw is not None and self.cache.restorer.set_aside(place.node, place.ref, flaw):
                     scrub.num_damaged += 1
                     if len(scrub.damage) < MAX_DAMAGE_ROWS:
                         scrub.damage.append(_damage(place, str(flaw)))

@@ -51,7 +51,7 @@ def test_a_path_that_leaves_the_tree_while_it_is_written_and_comes_again_is_writ
     harness.step()
     assert any(job.priority is Priority.WRITE_DOWN for job in harness.mover.waiting)
     assert path[0].disk_block is not None
-    assert harness.engine.cache.restorer.set_aside(path[0], path[0].disk_block, "damaged")
+    assert harness.engine.cache.restorer.set_aside(path[0], path[0].disk_block, OSError("damaged"))
     assert path[-1].parent is None, "nothing of it is in the tree any more"
     harness.submit("computed again", PROMPT, 1, ignore_eos=True)
     while ("computed again", 0) not in harness.finished:
