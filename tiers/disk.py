@@ -271,15 +271,34 @@ class DiskTier:
         health = self.store.health
         return health.state is not StoreState.DEGRADED or health.retry_in_s == 0
 
+    def lacking(self, node: Node) -> list[Node]:
+        """Of the path to a node, from the first block on whose record a restart would not find: `load` takes none
+        that is missing, below a gap, or older than the one above it."""
+        path = node.path()
+        whole = 0
+        newest = 0
+        while whole < len(path) and (ref := path[whole].disk_block) is not None and ref.generation >= newest:
+            whole, newest = whole + 1, ref.generation
+        return path[whole:]
+
+    def has_state(self, node: Node) -> bool:
+        """A restart would find the record of its checkpoint, if that of its block."""
+        state, block = node.disk_state, node.disk_block
+        return state is not None and block is not None and state.generation >= block.generation
+
     def take_in(self, node: Node, ref: RecordRef, *, is_state: bool) -> bool:
-        """A record has been committed; False where it has no place: there is one already, or a gap above it."""
+        """A record has been committed, in place of the node's own, if it had one; False where there is a gap above."""
         assert node.parent is not None
         if is_state:
-            if node.disk_block is None or node.disk_state is not None:
+            if node.disk_state is not None:
+                self.drop_state(node, EvictionReason.ORPHANED)
+            if node.disk_block is None:
                 return False
             self.set_state(node, ref)
         else:
-            if node.disk_block is not None or (node.parent.parent is not None and node.parent.disk_block is None):
+            if node.disk_block is not None:
+                self.drop_block(node, EvictionReason.ORPHANED)
+            if node.parent.parent is not None and node.parent.disk_block is None:
                 return False
             self.set_block(node, ref)
         return True

@@ -198,9 +198,7 @@ class WriteDown:
     def is_written(self, node: Node) -> bool:
         """The path to `node`, and its checkpoint if it has one, are in the lowest tier."""
         if self.disk is not None:
-            return all(above.disk_block is not None for above in node.path()) and (
-                not node.has_state or node.disk_state is not None
-            )
+            return not self.disk.lacking(node) and (not node.has_state or self.disk.has_state(node))
         return all(above.host_block is not None for above in node.path()) and (
             not node.has_state or node.host_state is not None
         )
@@ -227,11 +225,7 @@ class WriteDown:
         if node.parent is None or (self.host is None and not to_disk):
             self.stats.dropped_offers += 1
             return None
-        wanted = [
-            (above, False) for above in node.path() if (above.disk_block if to_disk else above.host_block) is None
-        ]
-        if node.has_state and (node.disk_state if to_disk else node.host_state) is None:
-            wanted.append((node, True))
+        wanted = self._wanted(node, to_disk=to_disk)
         self._num_batches += 1
         resources = Resources(f"write:{self._num_batches}")
         writes: list[Write] = []
@@ -267,6 +261,16 @@ class WriteDown:
         batch = Batch(resources, tuple(writes), num_bytes)
         self._on_the_way.update(batch.places)
         return batch
+
+    def _wanted(self, node: Node, *, to_disk: bool) -> list[tuple[Node, bool]]:
+        """What the tier lacks of a path; bool: the checkpoint. What hangs below a new record is written anew."""
+        if self.disk is not None and to_disk:
+            lacking = self.disk.lacking(node)
+            has_state = not lacking and self.disk.has_state(node)
+        else:
+            lacking = [above for above in node.path() if above.host_block is None]
+            has_state = node.host_state is not None
+        return [*((above, False) for above in lacking), *([(node, True)] if node.has_state and not has_state else [])]
 
     def _write(self, resources: Resources, node: Node, *, is_state: bool, to_disk: bool) -> Write | None:
         """One image's way down; None where its bytes are nowhere to be had, or nowhere to go."""

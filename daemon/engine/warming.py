@@ -122,8 +122,7 @@ class Warming:
                 has_state = not node.has_state or node.host_state is not None
                 return has_state and all(above.host_block is not None for above in node.path())
             case TierName.DISK:
-                has_state = not node.has_state or node.disk_state is not None
-                return has_state and all(above.disk_block is not None for above in node.path())
+                return self.cache.disk is not None and self.cache.writedown.is_written(node)
 
     def _finish(self, job: Writing, unix_s: float) -> None:
         warm, node = job.warm, job.node
