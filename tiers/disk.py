@@ -213,6 +213,7 @@ class DiskTier:
         node.disk_state = ref
         self._records[ref] = (node, True)
         self.settle(node)
+        self.settle_above(node)
         self.tree.charge(node, ref.stored_bytes)
 
     def use(self, node: Node) -> None:
@@ -243,6 +244,7 @@ class DiskTier:
         assert ref is not None
         node.disk_state = None
         self.settle(node)
+        self.settle_above(node)
         del self._records[ref]
         self.tree.charge(node, -ref.stored_bytes)
         self.garbage.append(ref)

@@ -204,7 +204,8 @@ class HostTier:
 
     def _may_go(self, node: Node) -> bool:
         """A leaf here, or a checkpoint, that nothing uses, and that no pin binds here for want of a record on disk."""
-        if node.pins and node.disk_block is None:
+        is_bound = node.disk_block is None or (node.host_state is not None and node.disk_state is None)
+        if node.pins and is_bound:
             return False
         if any(copy is not None and copy.is_busy for copy in (node.host_block, node.host_state)):
             return False
