@@ -67,11 +67,11 @@ class Prefixes:
         return self.cache.host is not None or self.cache.disk is not None
 
     def is_prefix(self, node: Node) -> bool:
-        """A prompt can resume after it, and it is worth a line of its own."""
+        """A prompt can resume after it, and it is worth a line of its own; or a pin binds what is left of it."""
         layout = self.cache.device.layout
         if node.depth * layout.block_size % self.cache.device.grid:
             return False
-        return node.has_state if layout.slots else len(node.children) != 1 or node in self.pins
+        return node in self.pins or (node.has_state if layout.slots else len(node.children) != 1)
 
     def unwritten(self) -> list[Node]:
         """Prefixes that the lowest tier lacks, or lacks a part of."""
@@ -89,16 +89,16 @@ class Prefixes:
         return (node for node in self.tree.nodes() if node.namespace == namespace and self.is_prefix(node))
 
     def by_key(self, namespace: str, key: bytes) -> Node | None:
-        """The prefix that ends at the block of this key."""
+        """The prefix that ends at the block of this key, also where a pin binds it and its state is gone."""
         node = self.tree.find(key)
-        if node is None or node.namespace != namespace or not self._can_resume(node):
+        if node is None or node.namespace != namespace or not (node in self.pins or self.can_resume(node)):
             return None
         return node
 
     def by_prompt(self, namespace: str, token_ids: Sequence[int]) -> Node | None:
-        """The deepest prefix of a prompt, wherever its bytes are."""
+        """The deepest prefix of a prompt, wherever its bytes are; the same of pins."""
         path = self.cache.device.walk(token_ids, namespace)
-        return next((node for node in reversed(path) if self._can_resume(node)), None)
+        return next((node for node in reversed(path) if node in self.pins or self.can_resume(node)), None)
 
     def chain(self, node: Node) -> list[Node]:
         """The prefix's own blocks: up to the next shorter prefix, or to where paths part; deepest first."""
@@ -226,7 +226,8 @@ class Prefixes:
             if node in self.pins:
                 self._release(node)
 
-    def _can_resume(self, node: Node) -> bool:
+    def can_resume(self, node: Node) -> bool:
+        """A prompt can: it ends where a grid chunk does, and its state is in some tier."""
         layout = self.cache.device.layout
         return node.depth * layout.block_size % self.cache.device.grid == 0 and (node.has_state or not layout.slots)
 

@@ -87,7 +87,8 @@ class Warming:
         assert warm is not None
         total = request.prompt_len - 1
         node = self.prefixes.by_prompt(warm.namespace, request.prompt_ids[:total])
-        if node is None or node.depth * self.cache.device.layout.block_size != total:
+        is_whole = node is not None and node.depth * self.cache.device.layout.block_size == total
+        if node is None or not is_whole or not self.prefixes.can_resume(node):
             reason = "the prefix is computed, but there was no room to keep its state"
             self.send(Rejected(warm.request_id, ErrorReason.NO_CAPACITY, reason, retry_after_s=5.0))
             return

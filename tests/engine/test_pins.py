@@ -2,7 +2,9 @@
 
 from array import array
 
-from daemon.cache_messages import PinPrefix, Selector
+import pytest
+
+from daemon.cache_messages import ListPrefixes, PinPrefix, PrefixAnswer, PrefixList, PrefixOrder, Selector, UnpinPrefix
 from tests.engine.harness import GRID, Harness
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import forget_device, prompt_of, serve
@@ -29,4 +31,30 @@ def test_a_pinned_state_stays_in_the_host_tier_while_the_disk_lacks_its_record()
     serve(harness, "hit", PROMPT)
     usage = harness.usage["hit"]
     assert usage.cached_host + usage.cached_disk == 2 * GRID
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("by", ["key", "prompt"])
+def test_a_pin_can_be_seen_and_taken_back_when_the_state_after_its_prefix_is_gone(by: str) -> None:
+    harness = Harness(store=(store := MemoryStore()))
+    serve(harness, "shorter", PROMPT[: GRID + 1])
+    serve(harness, "kept", PROMPT)
+    harness.engine.handle(PinPrefix(1, "", SELECTOR))
+    harness.run()
+    (pinned,) = harness.engine.prefixes.pins
+    forget_device(harness)
+    assert pinned.disk_state is not None
+    assert harness.engine.cache.restorer.set_aside(pinned, pinned.disk_state, OSError("damaged"))
+    assert not pinned.has_state
+    harness.engine.handle(ListPrefixes(2, "", "", PrefixOrder.RECENCY, 10))
+    listed = harness.other[-1]
+    assert isinstance(listed, PrefixList)
+    assert [row.key for row in listed.rows if row.pinned] == [pinned.key.hex()]
+    harness.engine.handle(UnpinPrefix(3, "", Selector(key=pinned.key.hex()) if by == "key" else SELECTOR))
+    answer = harness.other[-1]
+    assert isinstance(answer, PrefixAnswer)
+    assert answer.prefix.key == pinned.key.hex()
+    harness.run()
+    assert not store.pinned
+    assert harness.disk.pinned_bytes == 0
     harness.assert_idle_books()
