@@ -189,9 +189,12 @@ class Prefixes:
         )
 
     def shrink(self, namespace: str, limit_bytes: int) -> bool:
-        """Evicts prefixes of a namespace and those below, least recently used first; False where too much stays."""
+        """Evicts what ends paths of a namespace and those below, least recently used first; False where too much stays.
+
+        Blocks behind the last state of a path are charged too, and end it although nobody can resume after them.
+        """
         while self.tree.charged[namespace] > limit_bytes:
-            leaves = (node for node in self.tree.nodes() if not node.children and self.is_prefix(node))
+            leaves = (node for node in self.tree.nodes() if not node.children)
             mine = (node for node in leaves if namespace in with_those_above(node.namespace))
             ends = sorted(mine, key=lambda node: node.used_s)
             progress = False

@@ -6,6 +6,7 @@ from daemon.cache_messages import SetQuota
 from daemon.engine.questions import SHRINK_AGAIN_S
 from tests.engine.harness import GRID, Harness
 from tests.engine.test_engine import prompt_of
+from tiers.meters import EvictionReason
 
 
 def test_what_exceeds_a_quota_while_it_is_held_is_not_looked_for_with_every_step(
@@ -37,4 +38,21 @@ def test_what_exceeds_a_quota_while_it_is_held_is_not_looked_for_with_every_step
     harness.now += SHRINK_AGAIN_S
     harness.engine.keep_time()
     assert tree.charged["a"] <= limit
+    harness.assert_idle_books()
+
+
+@pytest.mark.parametrize("kept_state", [None, GRID])
+def test_blocks_whose_state_is_gone_count_against_a_quota_and_go_for_it(kept_state: int | None) -> None:
+    harness = Harness(num_blocks=128)
+    device = harness.device
+    for length in (GRID + 1, 4 * GRID + 1):
+        harness.submit(f"r{length}", prompt_of(length), 2, namespace="a")
+        harness.run()
+    for node in [node for node in device.tree.nodes("a") if node.checkpoint is not None]:
+        if node.depth * device.layout.block_size != kept_state:
+            device.drop_checkpoint(node, EvictionReason.ROOM)
+    limit = device.layout.block_bytes
+    assert device.tree.charged["a"] > limit
+    harness.engine.handle(SetQuota(1, "a", cached_bytes=limit, pinned_bytes=None))
+    assert device.tree.charged["a"] <= limit
     harness.assert_idle_books()
