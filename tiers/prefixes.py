@@ -159,8 +159,8 @@ class Prefixes:
         for node in [node for node, until_s in self.pins.items() if until_s is not None and until_s <= unix_s]:
             self.unpin(node)
         for node in [node for node, until_s in self.times_to_live.items() if until_s <= unix_s]:
-            del self.times_to_live[node]
-            if not self._is_pinned_below(node):
+            is_there = self.times_to_live.pop(node, None) is not None  # else it went with one that it continues
+            if is_there and not self._is_pinned_below(node):
                 self.evict(node, EvictionReason.EXPIRED)
 
     def evict(self, node: Node, reason: EvictionReason = EvictionReason.ASKED) -> Eviction:
