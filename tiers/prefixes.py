@@ -13,6 +13,8 @@ from tiers.index import Pin
 from tiers.meters import EvictionReason
 from tiers.tree import Node, with_those_above
 
+EXPIRE_AGAIN_S = 1.0  # after which a prefix whose time is over, and that could not go, is tried again
+
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
@@ -159,9 +161,11 @@ class Prefixes:
         for node in [node for node, until_s in self.pins.items() if until_s is not None and until_s <= unix_s]:
             self.unpin(node)
         for node in [node for node, until_s in self.times_to_live.items() if until_s <= unix_s]:
-            is_there = self.times_to_live.pop(node, None) is not None  # else it went with one that it continues
+            is_there = node in self.times_to_live  # else it went with one that it continues
             if is_there and not self._is_pinned_below(node):
                 self.evict(node, EvictionReason.EXPIRED)
+            if node in self.times_to_live:  # something holds it, or pins what continues it
+                self.times_to_live[node] = unix_s + EXPIRE_AGAIN_S
 
     def evict(self, node: Node, reason: EvictionReason = EvictionReason.ASKED) -> Eviction:
         """Forgets a prefix in every tier, with all that continues it.
