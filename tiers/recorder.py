@@ -18,10 +18,10 @@ from tiers.mover import Job, Mover, Priority
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.resources import Resources
 from tiers.tree import Node
-from tiers.writedown import Place, WriteDown
+from tiers.writedown import CopyKey, WriteDown
 
 ReadImage = Callable[[], memoryview]  # called on an I/O thread
-_Refs = dict[Place, RecordRef]
+_Refs = dict[CopyKey, RecordRef]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +144,8 @@ class Recorder:
     def _write(self, trail: Trail, chunk: ChunkBelow) -> None:
         """Begins to write the first chunk that waits; not while another writes some of it."""
         records = self._records(self._above(trail), chunk)
-        places = {(record.head.key, record.is_state): record.node for record in records or ()}
-        if not self.writedown.begin(places):
+        copies = {(record.head.key, record.is_state): record.node for record in records or ()}
+        if not self.writedown.begin(copies):
             return
         trail.writing = trail.waiting.popleft()
         if not records:
@@ -165,17 +165,16 @@ class Recorder:
 
         def done(error: Exception | None) -> None:
             disk.room_used(room, num_reclaimed, error)
+            self.writedown.end(copies)
             if error is not None:
                 disk.write_failed(len(records), error)
                 self._ended(trail, chunk, None)
-                self.writedown.end(places)
                 return
             disk.stats.writes += len(refs)
             disk.stats.written_bytes += sum(ref.stored_bytes for ref in refs)
             disk.stats.write_s += took_s
             disk.meters.write_s.observe(took_s)
-            self._ended(trail, chunk, dict(zip(places, refs, strict=True)))
-            self.writedown.end(places)
+            self._ended(trail, chunk, dict(zip(copies, refs, strict=True)))
 
         self.mover.submit(Job(Priority.WRITE_DOWN, work, done))
 

@@ -37,7 +37,7 @@ class WriteLimits:
     busy_bytes_per_s: int | None = None  # while steps want the cores that code the records
 
 
-Place = tuple[bytes, bool]  # what a copy is found by: key of the block, and whether it is the state after it
+CopyKey = tuple[bytes, bool]  # of a block, and whether it is the state after it: what a copy is found by
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Batch:
     took_s: float = 0.0
 
     @property
-    def places(self) -> "dict[Place, Node]":
+    def copies(self) -> "dict[CopyKey, Node]":
         """What it writes."""
         return {(write.node.key, write.is_state): write.node for write in self.writes}
 
@@ -102,8 +102,8 @@ class WriteDown:
         self.dirty_bytes = 0
         self._offers: OrderedDict[Node, None] = OrderedDict()
         self._in_flight: list[Batch] = []
-        self._on_the_way: dict[Place, Node] = {}  # what these and others write, each place once at a time
-        self._postponed: defaultdict[Place, list[Node]] = defaultdict(list)  # offered again when a place is written
+        self._on_the_way: dict[CopyKey, Node] = {}  # what these and others write, each once at a time
+        self._postponed: defaultdict[CopyKey, list[Node]] = defaultdict(list)  # offers that wait for another's write
         self._num_batches = 0
         self._allowance = 0.0  # bytes that the rate still allows now
         self._allowed_at: float | None = None
@@ -114,7 +114,7 @@ class WriteDown:
     def is_idle(self) -> bool:
         """Nothing is offered, nothing on its way."""
         has_garbage = self.disk is not None and self.disk.takes_writes and bool(self.disk.garbage)
-        return not self._offers and not self._in_flight and not has_garbage
+        return not (self._offers or self._postponed or self._in_flight or has_garbage)
 
     def owners(self) -> list[Resources]:
         """For the ledger and the idle proof."""
@@ -172,21 +172,21 @@ class WriteDown:
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 
-    def begin(self, places: Mapping[Place, Node]) -> bool:
-        """Claims places for a write; False where one of them is on its way already.
+    def begin(self, copies: Mapping[CopyKey, Node]) -> bool:
+        """Claims copies for a write; False where one of them is on its way already.
 
         Were a key written twice at a time, the store would keep the later record and the tree the earlier.
         """
-        if not self._on_the_way.keys().isdisjoint(places):
+        if not self._on_the_way.keys().isdisjoint(copies):
             return False
-        self._on_the_way.update(places)
+        self._on_the_way.update(copies)
         return True
 
-    def end(self, places: Iterable[Place]) -> None:
+    def end(self, copies: Iterable[CopyKey]) -> None:
         """They have been written, or have not; whoever waited for one of them is offered again."""
-        for place in places:
-            del self._on_the_way[place]
-            for node in self._postponed.pop(place, ()):
+        for copy in copies:
+            del self._on_the_way[copy]
+            for node in self._postponed.pop(copy, ()):
                 if node.parent is not None:
                     self.offer(node)
 
@@ -259,7 +259,7 @@ class WriteDown:
             if write.source is not None and write.is_state:
                 self.device.hold_state(resources, write.node)
         batch = Batch(resources, tuple(writes), num_bytes)
-        self._on_the_way.update(batch.places)
+        self._on_the_way.update(batch.copies)
         return batch
 
     def _wanted(self, node: Node, *, to_disk: bool) -> list[tuple[Node, bool]]:
@@ -341,7 +341,7 @@ class WriteDown:
                 self.disk.write_failed(len(batch.writes), error)
             for write in batch.writes:
                 self._offers.pop(write.node, None)
-        self.end(batch.places)
+        self.end(batch.copies)
         batch.resources.release()
 
     def _commit(self, batch: Batch) -> None:

@@ -125,10 +125,12 @@ class Questions:
         namespace, limit = quota.namespace, quota.cached_bytes
         if limit is None or self.prefixes.tree.charged[namespace] <= limit:
             return
-        tried = self._shrunk_in_vain.pop(namespace, None)
+        tried = self._shrunk_in_vain.get(namespace)
         if tried is not None and 0 <= unix_s - tried < SHRINK_AGAIN_S:
-            self._shrunk_in_vain[namespace] = tried
-        elif not self.prefixes.shrink(namespace, limit):
+            return
+        if self.prefixes.shrink(namespace, limit):
+            self._shrunk_in_vain.pop(namespace, None)
+        else:
             self._shrunk_in_vain[namespace] = unix_s
 
     def _answer(self, question: Answerable, unix_s: float) -> CacheAnswer | None:

@@ -91,8 +91,8 @@ class Scheduler:
         """Whether as many wait as may, for room or for their prefix. What is to be warmed takes no answer's place."""
         if len(self.waiting) + len(self.restoring) < self.max_queue:
             return False
-        answers = (sequence for sequence in self.waiting + self.restoring if sequence.request.warm is None)
-        return is_warm or sum(1 for _ in answers) >= self.max_queue
+        num_answers = sum(sequence.request.warm is None for sequence in self.waiting + self.restoring)
+        return is_warm or num_answers >= self.max_queue
 
     def enqueue(self, request: Request) -> Sequence:
         """A new request at its place in the queue. The caller has checked what refusals.py refuses."""

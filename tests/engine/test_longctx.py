@@ -371,7 +371,7 @@ def test_giants_and_small_ones_cancelled_at_random_return_every_count(seed: int,
     doomed: set[str] = set()
     waiting = [f"{kind}{i}" for i in range(20) for kind in ("giant", "small", "tiny")]
     rng.shuffle(waiting)
-    while waiting or not (harness.engine.is_idle and harness.engine.cache.is_settled):
+    while waiting or not harness.is_at_rest:
         if waiting and rng.random() < 0.3 and len(harness.engine.requests) < 5:
             name = waiting.pop()
             length = LONG // 2 + rng.randint(0, LONG // 2) if "giant" in name else rng.randint(1, 2 * GRID)

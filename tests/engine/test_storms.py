@@ -69,7 +69,7 @@ def test_cancelling_in_every_state_returns_every_count(seed: int, is_tiered: boo
     wanted = {f"r{i}": states[i // 2 % len(states)] for i in range(60)}
     cancelled: Counter[str] = Counter()
     waiting = list(wanted)
-    while waiting or not (harness.engine.is_idle and harness.engine.cache.is_settled):
+    while waiting or not harness.is_at_rest:
         if is_tiered and rng.random() < 0.02:
             harness.device.drop_cache()
         if waiting and rng.random() < 0.4:

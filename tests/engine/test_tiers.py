@@ -284,7 +284,7 @@ def test_a_preempted_sequence_comes_back_with_every_byte_and_computes_nothing_tw
         harness.submit(f"r{i}", prompt, 24, ignore_eos=True)
     before: dict[str, tuple[int, bytes, bytes]] = {}
     steps = 0
-    while not (harness.engine.is_idle and harness.engine.cache.is_settled):
+    while not harness.is_at_rest:
         running = {s.id: s for s in harness.engine.scheduler.running if s.computed_len and not s.siblings}
         images = {name: image_of(harness, s) for name, s in running.items()}
         harness.step()

@@ -8,6 +8,7 @@ from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import forget_device, prompt_of, serve
 from tiers.meters import EvictionReason
 from tiers.mover import Priority
+from tiers.tree import Node
 
 
 class Recovering(MemoryStore):
@@ -34,6 +35,27 @@ def assert_all_of_it_is_on_disk(store: MemoryStore) -> None:
     assert restarted.usage["from disk"].cached_disk == 4 * GRID
     restarted.run()
     restarted.assert_idle_books()
+
+
+def test_a_copy_that_another_writes_is_waited_for_and_not_written_beside_it() -> None:
+    """The store would keep the later record, the tree the earlier. Nobody is told meanwhile that all is written."""
+    harness = Harness(store=(store := MemoryStore()))
+    writedown = harness.engine.cache.writedown
+    store.takes_writes = False
+    serve(harness, "all of it", PROMPT)
+    store.takes_writes = True
+    path = harness.device.walk(PROMPT, "")
+    others = {(path[1].key, False): Node(path[1].key, path[1].tokens, None, 2, "")}
+    assert writedown.begin(others)
+    assert not writedown.begin(others)
+    harness.engine.cache.offer(path[-1])
+    harness.step(5)
+    assert [node.disk_block is not None for node in path] == [True] + [False] * (len(path) - 1)
+    assert not writedown.is_idle
+    writedown.end(others)
+    harness.run()
+    harness.assert_idle_books()
+    assert_all_of_it_is_on_disk(store)
 
 
 def test_a_path_that_leaves_the_tree_while_it_is_written_and_comes_again_is_written_again() -> None:
