@@ -276,9 +276,7 @@ class DiskTier:
     def lacking(self, node: Node) -> list[Node]:
         """Of the path to a node, from the first block on whose record a restart would not find: `load` takes none
         that is missing, below a gap, or older than the one above it."""
-        path = node.path()
-        whole = 0
-        newest = 0
+        path, whole, newest = node.path(), 0, 0
         while whole < len(path) and (ref := path[whole].disk_block) is not None and ref.generation >= newest:
             whole, newest = whole + 1, ref.generation
         return path[whole:]
@@ -324,9 +322,7 @@ class DiskTier:
         Returns: what is to be done before they are written; `room_used` is told of it when they are, or have failed.
         """
         record_bytes = image_bytes + num_records * HEADER_BYTES
-        num_bytes = record_bytes + self.store.reserve_bytes(
-            num_records
-        )  # which is there for all writes, one after another
+        num_bytes = record_bytes + self.store.reserve_bytes(num_records)  # that for all writes, one after another
         leaving = self._leaving_bytes + sum(ref.stored_bytes for ref in self.garbage)
         free = self.store.quota_bytes - self.store.usage_bytes - self._promised_bytes + leaving
         reclaim_bytes = min(max(num_bytes - free, RECLAIM_BYTES), self._foreign_bytes) if free < num_bytes else 0
@@ -352,13 +348,15 @@ class DiskTier:
             self.store.delete(room.garbage)
         return len(self.store.reclaim_unreadable(room.reclaim_bytes)) if room.reclaim_bytes else 0
 
-    def room_used(self, room: Room, num_reclaimed: int = 0, error: Exception | None = None) -> None:
-        """What a room was made for has been written, and so many records that this engine could not use are gone."""
+    def room_used(self, room: Room, num_reclaimed: int | None) -> None:
+        """What a room was made for has been written, or has failed, and so many records that this engine could not use
+        are gone; None where the room could not be cleared: what it is made of is there for the next one."""
         self._promised_bytes -= room.num_bytes
         self._leaving_bytes -= room.garbage_bytes
-        self._num_foreign -= num_reclaimed
-        if error is not None:
+        self._num_foreign -= num_reclaimed or 0
+        if num_reclaimed is None:
             self.garbage += room.garbage  # deleting again what is gone already harms nobody
+            self._foreign_bytes += room.reclaim_bytes
 
     def _room(self, num_bytes: int, reclaim_bytes: int) -> Room:
         room = Room(num_bytes, reclaim_bytes, tuple(self.garbage))

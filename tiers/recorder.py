@@ -154,7 +154,8 @@ class Recorder:
         self.writedown.spend(self._size(chunk))
         disk, last_use = self.disk, int(self.device.tree.time_s)
         room = disk.make_room(self._size(chunk), len(records))  # where it cannot, the store says that it is full
-        refs, num_reclaimed, took_s = list[RecordRef](), 0, 0.0
+        refs, took_s = list[RecordRef](), 0.0
+        num_reclaimed: int | None = None
 
         def work() -> None:
             nonlocal num_reclaimed, took_s
@@ -164,7 +165,7 @@ class Recorder:
             took_s = time.perf_counter() - began
 
         def done(error: Exception | None) -> None:
-            disk.room_used(room, num_reclaimed, error)
+            disk.room_used(room, num_reclaimed)
             self.writedown.end(copies)
             if error is not None:
                 disk.write_failed(len(records), error)

@@ -163,12 +163,14 @@ class WriteDown:
             return
         disk = self.disk
         room = disk.take_garbage()
+        num_reclaimed: int | None = None
 
         def work() -> None:
-            disk.clear(room)
+            nonlocal num_reclaimed
+            num_reclaimed = disk.clear(room)
 
-        def done(error: Exception | None) -> None:
-            disk.room_used(room, 0, error)  # after an error they cost room until the disk can be written again
+        def done(_: Exception | None) -> None:
+            disk.room_used(room, num_reclaimed)  # after an error they cost room until the disk can be written again
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 
@@ -295,7 +297,8 @@ class WriteDown:
     def _job(self, batch: Batch) -> Job:
         fence = self.transfer.fence()
         disk, last_use = self.disk, int(self.device.tree.time_s)
-        num_reclaimed, room = 0, None
+        num_reclaimed: int | None = None
+        room = None
         if disk is not None and any(write.head is not None for write in batch.writes):
             room = disk.make_room(batch.num_bytes, len(batch.writes))
 
@@ -315,7 +318,7 @@ class WriteDown:
 
         def done(error: Exception | None) -> None:
             if disk is not None and room is not None:
-                disk.room_used(room, num_reclaimed, error)
+                disk.room_used(room, num_reclaimed)
             self._done(batch, error)
 
         return Job(Priority.WRITE_DOWN, work, done)
