@@ -126,8 +126,10 @@ class DiskTier:
         node, is_state = self._records[ref]
         return Place(node, self.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK), ref)
 
-    def remember(self, mover: Mover, change: Callable[[RecordStore], object]) -> None:
-        """Has a pin or a quota kept with the records; a disk that cannot is said in the log."""
+    def remember(
+        self, mover: Mover, change: Callable[[RecordStore], object], told: Callable[[bool], None] = lambda is_kept: None
+    ) -> None:
+        """Has a pin or a quota kept with the records; a disk that cannot is said in the log, and `told` is whether."""
 
         def work() -> None:
             change(self.store)
@@ -135,6 +137,7 @@ class DiskTier:
         def done(error: Exception | None) -> None:
             if error is not None:
                 log.warning("a pin or a quota will be forgotten at the next restart: %s", error)
+            told(error is None)
 
         mover.submit(Job(Priority.CLEAN_UP, work, done))
 

@@ -1,7 +1,7 @@
 """What operators and jobs ask about prefixes, tiers and quotas, answered from the engine's own books.
 
-Each question gets one final answer. Two take time and are kept open: a flush until the lower tiers have everything, a
-scrub of the disk while an I/O thread reads every record.
+Each question gets one final answer. Three take time and are kept open: a flush until the lower tiers have everything, a
+scrub of the disk while an I/O thread reads every record, and a change of a quota until the disk has it or cannot.
 """
 
 import time
@@ -79,6 +79,8 @@ class Questions:
         disk = self.cache.disk
         self.quotas = {quota.namespace: quota for quota in disk.store.quotas()} if disk is not None else {}
         self._shrunk_in_vain: dict[str, float] = {}  # when, of namespaces that exceed their quota by what is held
+        self._unkept: dict[str, SetQuota | RemoveQuota] = {}  # by namespace, its last change that no store has yet
+        self.changes: set[int] = set()  # of quotas, by query: those that are not answered yet
         self.flushes: list[OpenFlush] = []
         self.scrubs = Scrubs(self.cache, send)
         self.kv_events = KvEvents(prefixes.tree, send)
@@ -86,12 +88,13 @@ class Questions:
     @property
     def is_awaited(self) -> bool:
         """Somebody waits for what the next poll brings."""
-        return bool(self.flushes) or self.kv_events.is_due
+        return bool(self.flushes or self.changes) or self.kv_events.is_due
 
     def close(self) -> None:
         """Nothing that is still open goes on; who asked learns it from the end of the engine."""
         self.scrubs.close()
         self.flushes.clear()
+        self.changes.clear()
 
     def ask(self, question: Question, unix_s: float) -> None:
         """Answers now, or keeps the question open."""
@@ -154,27 +157,43 @@ class Questions:
             case Cancel():
                 self.scrubs.cancel(question.query_id)
                 self.flushes = [flush for flush in self.flushes if flush.query_id != question.query_id]
+                self.changes.discard(question.query_id)
                 return None
             case SetQuota():
                 quota = Quota(question.namespace, question.cached_bytes, question.pinned_bytes)
                 self.quotas[question.namespace] = quota
                 self._shrunk_in_vain.pop(question.namespace, None)
-                self._remember(lambda store: store.set_quota(quota))
+                self._remember(question, lambda store: store.set_quota(quota))
                 self.poll(unix_s)
-                return QuotaList(question.query_id, (self._quota_row(question.namespace),))
+                return None
             case RemoveQuota():
                 self._shrunk_in_vain.pop(question.namespace, None)
                 if self.quotas.pop(question.namespace, None) is None:
                     raise _RefusedError(ErrorReason.NOT_FOUND, "this namespace has no quota")
-                self._remember(lambda store: store.remove_quota(question.namespace))
-                return QuotaList(question.query_id, ())
+                self._remember(question, lambda store: store.remove_quota(question.namespace))
+                return None
             case ListQuotas():
                 names = sorted(set(self.quotas) | set(self.prefixes.tree.charged))
                 return QuotaList(question.query_id, tuple(self._quota_row(name) for name in names))
 
-    def _remember(self, change: Callable[[RecordStore], object]) -> None:
+    def _remember(self, question: SetQuota | RemoveQuota, change: Callable[[RecordStore], object]) -> None:
+        """Has the store keep a change of a quota, and answers when it has, or could not."""
+        namespace = question.namespace
+        self.changes.add(question.query_id)
+        self._unkept[namespace] = question
+
+        def told(is_kept: bool) -> None:
+            if is_kept and self._unkept.get(namespace) is question:
+                del self._unkept[namespace]
+            if question.query_id in self.changes:
+                self.changes.remove(question.query_id)
+                rows = (self._quota_row(namespace),) if isinstance(question, SetQuota) else ()
+                self.send(QuotaList(question.query_id, rows))
+
         if self.cache.disk is not None:
-            self.cache.disk.remember(self.cache.mover, change)
+            self.cache.disk.remember(self.cache.mover, change, told)
+        else:
+            told(False)
 
     def _look_up(self, question: Lookup) -> LookupAnswer:
         device = self.cache.device
@@ -342,7 +361,7 @@ class Questions:
             quota.pinned_bytes,
             self.prefixes.tree.charged[namespace],
             self.prefixes.pinned_bytes(namespace),
-            durable=self.cache.disk is not None,
+            durable=self.cache.disk is not None and namespace not in self._unkept,
         )
 
 

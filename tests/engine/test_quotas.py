@@ -2,10 +2,12 @@
 
 import pytest
 
-from daemon.cache_messages import SetQuota
+from daemon.cache_messages import ListQuotas, QuotaList, SetQuota
 from daemon.engine.questions import SHRINK_AGAIN_S
 from tests.engine.harness import GRID, Harness
+from tests.engine.memory_store import MemoryStore
 from tests.engine.test_engine import prompt_of
+from tiers.index import Quota
 from tiers.meters import EvictionReason
 
 
@@ -55,4 +57,40 @@ def test_blocks_whose_state_is_gone_count_against_a_quota_and_go_for_it(kept_sta
     assert device.tree.charged["a"] > limit
     harness.engine.handle(SetQuota(1, "a", cached_bytes=limit, pinned_bytes=None))
     assert device.tree.charged["a"] <= limit
+    harness.assert_idle_books()
+
+
+class Forgetful(MemoryStore):
+    """Cannot keep quotas while it `fails_quotas`."""
+
+    fails_quotas = False
+
+    def set_quota(self, quota: Quota) -> None:
+        if self.fails_quotas:
+            raise OSError("read-only file system")
+        super().set_quota(quota)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_quota_is_durable_when_the_disk_has_it_and_not_before(fails: bool) -> None:
+    harness = Harness(store=(store := Forgetful()))
+
+    def is_durable(query_id: int) -> bool:
+        answer = harness.other[-1]
+        assert isinstance(answer, QuotaList)
+        assert answer.query_id == query_id
+        (row,) = answer.rows
+        assert row.durable <= ("a" in store.limits)
+        return row.durable
+
+    store.fails_quotas = fails
+    harness.mover.is_stalled = True
+    harness.engine.handle(SetQuota(1, "a", cached_bytes=1 << 20, pinned_bytes=None))
+    harness.engine.handle(ListQuotas(2))
+    assert not is_durable(2)
+    harness.mover.is_stalled = False
+    harness.run()
+    assert is_durable(1) is not fails
+    harness.engine.handle(ListQuotas(3))
+    assert is_durable(3) is not fails
     harness.assert_idle_books()
