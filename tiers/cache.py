@@ -89,7 +89,7 @@ class TieredCache:
         self.lander: Lander | None = None
         self.recorder: Recorder | None = None
         if lower.spill is not None and self.disk is not None:
-            self.lander = Lander(device.layout, lower.spill, self.disk, mover)
+            self.lander = Lander(device.layout, lower.spill, self.disk, mover, set_aside=self.restorer.set_aside)
             self.recorder = Recorder(device, self.disk, mover, self.writedown)
             lower.spill.give_way = self.recorder.give_way
         self.host_refusals = 0  # hits not loaded from there because computing was faster

@@ -5,7 +5,7 @@ read grid chunk by grid chunk, so that no more of the prefix is in memory than t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiers.disk import DiskTier
@@ -45,8 +45,17 @@ class Landing:
 class Lander:
     """Owns the landings until they are taken over."""
 
-    def __init__(self, layout: StateLayout, spill: Spill, disk: DiskTier, mover: Mover) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        spill: Spill,
+        disk: DiskTier,
+        mover: Mover,
+        *,
+        set_aside: Callable[[Node, RecordRef, Exception], bool],
+    ) -> None:
         self.layout = layout
+        self.set_aside = set_aside
         self.spill = spill
         self.disk = disk
         self.mover = mover
@@ -118,6 +127,8 @@ class Lander:
         def done(error: Exception | None) -> None:
             landing.pending -= 1
             landing.failed += failed
+            for node, ref, flaw in failed:  # whether or not somebody still waits for it
+                self.set_aside(node, ref, flaw)
             landing.error = landing.error or error
             self.disk.meters.read_s.observe(took_s)
             self.disk.stats.reads += len(wanted)

@@ -286,8 +286,6 @@ class Streaming:
             log.warning("%s cannot have its prefix from disk: %s", sequence.id, landing.error or landing.failed[0][2])
         elif landing.state is not None and sequence.slot is not None:
             self.residency.put_state(landing.state, sequence.slot)
-        for node, ref, flaw in landing.failed:
-            self.cache.restorer.set_aside(node, ref, flaw)
         stream.landing = None
         self.cache.lander.end(landing)
 
