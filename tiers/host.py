@@ -5,6 +5,7 @@ copy may go when nothing uses or pins it and the prefix stays whole without it: 
 hangs below it here. Bytes are moved by tiers/transfer.py, ids are all that is known here.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -153,14 +154,19 @@ class HostTier:
         return [(chunk, owner) for chunk, owner in held if chunk not in cached]
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
-        """Chunks that are held, but by no copy of the tree and by none of the owners."""
-        known = {chunk for copy in self._copies for chunk in copy.chunks}
+        """Chunks that are held, but by no copy of the tree and by none of the owners; and copies of the tree that more
+        or fewer use than the owners know of: they would never make room, or too soon."""
+        users = Counter(self._chunks(chunks) for resources in owners for chunks in resources.ids("host copy"))
+        known = {chunk for copy in self._copies for chunk in copy.chunks} | {chunk for held in users for chunk in held}
         for resources in owners:
-            for kind in ("host chunks", "host copy"):
-                for chunks in resources.ids(kind):
-                    known.update(self._chunks(chunks))
+            for chunks in resources.ids("host chunks"):
+                known.update(self._chunks(chunks))
         held = (chunk for chunk in range(self.chunks.size) if self.chunks.refs(chunk))
-        return [f"host chunk {chunk} has no owner" for chunk in held if chunk not in known]
+        return [f"host chunk {chunk} has no owner" for chunk in held if chunk not in known] + [
+            f"host chunk {copy.chunks[0]}: its copy has {copy.users} users, {users[copy.chunks]} known"
+            for copy in self._copies
+            if copy.users != users[copy.chunks]
+        ]
 
     def check(self) -> None:
         """Raises AssertionError where the arena's chunks do not add up."""

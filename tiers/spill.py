@@ -13,6 +13,7 @@ process: the file has no name, nothing is synced, and a sequence that loses an e
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,12 +182,14 @@ class Spill:
             done += got
 
     def astray(self, owners: Sequence[Resources]) -> list[str]:
-        """Extents that none of the owners holds."""
-        known = {number for resources in owners for number in resources.ids("spill extent")}
+        """Extents that are held by more or fewer than the owners know of."""
+        known = Counter(number for resources in owners for number in resources.ids("spill extent"))
         return [
-            f"spill extent {n} has no owner"
+            f"spill extent {n}: {self.extents.refs(n)} owners, {known[n]} known"
+            if known[n]
+            else f"spill extent {n} has no owner"
             for n in range(self.extents.size)
-            if self.extents.refs(n) and n not in known
+            if self.extents.refs(n) != known[n]
         ]
 
     def close(self) -> None:
