@@ -4,6 +4,7 @@ Everything here is called by the thread that owns the books; bytes move on the m
 alone has the same cache with no tier below: nothing is ever restored, written down or swapped.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tiers.lift import Lifter
 from tiers.match import Match
 from tiers.meters import LOOKUP_BOUNDS_S, EvictionReason, Histogram, TierMeters
 from tiers.mover import Job, Mover, Priority
+from tiers.record_store import RecordStore
 from tiers.recorder import Recorder
 from tiers.residency import Residency
 from tiers.resources import Resources
@@ -29,6 +31,8 @@ from tiers.swap import Swapped, Swapper
 from tiers.transfer import Transfer
 from tiers.tree import Node
 from tiers.writedown import WriteDown, WriteLimits
+
+log = logging.getLogger("downcore.tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +308,29 @@ class TieredCache:
                 self.gates["disk"].observe(place.ref.stored_bytes, took_s, self._now)
             else:
                 self.restorer.set_aside(place.node, place.ref, error)
+
+        self.mover.submit(Job(Priority.CLEAN_UP, work, done))
+
+    def remember(self, change: Callable[[RecordStore], object], told: Callable[[bool], None] | None = None) -> None:
+        """Has a pin or a quota kept with the records on disk.
+
+        Args:
+            told: whether it is, once that is known; at once, that it is not, where there is no disk tier.
+        """
+        disk = self.disk
+        if disk is None:
+            if told is not None:
+                told(False)
+            return
+
+        def work() -> None:
+            change(disk.store)
+
+        def done(error: Exception | None) -> None:
+            if error is not None:
+                log.warning("a pin or a quota will be forgotten at the next restart: %s", error)
+            if told is not None:
+                told(error is None)
 
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 

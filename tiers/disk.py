@@ -13,7 +13,6 @@ from tiers.eviction import EvictionOrder
 from tiers.health import StoreState
 from tiers.keys import Provenance, block_key, root_key
 from tiers.meters import EvictionReason, TierMeters
-from tiers.mover import Job, Mover, Priority
 from tiers.record_store import RecordStore
 from tiers.records import RecordHead, RecordKind, RecordRef
 from tiers.tree import Node
@@ -125,21 +124,6 @@ class DiskTier:
         ref = next(reversed(self._records))
         node, is_state = self._records[ref]
         return Place(node, self.head(node, RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK), ref)
-
-    def remember(
-        self, mover: Mover, change: Callable[[RecordStore], object], told: Callable[[bool], None] = lambda is_kept: None
-    ) -> None:
-        """Has a pin or a quota kept with the records; a disk that cannot is said in the log, and `told` is whether."""
-
-        def work() -> None:
-            change(self.store)
-
-        def done(error: Exception | None) -> None:
-            if error is not None:
-                log.warning("a pin or a quota will be forgotten at the next restart: %s", error)
-            told(error is None)
-
-        mover.submit(Job(Priority.CLEAN_UP, work, done))
 
     def places(self) -> list["Place"]:
         """Every record that a node has, as it is now."""

@@ -5,7 +5,7 @@ the blocks past the prefix before it on its path. A pin keeps the records of a w
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiers.cache import TieredCache
@@ -124,21 +124,19 @@ class Prefixes:
         """Blocks and checkpoints of these nodes, by tier."""
         return sum((self._bytes(node) for node in nodes), Bytes())
 
-    def pin(self, node: Node, until_s: float | None) -> None:
-        """Keeps the whole path in the lower tiers; a second pin replaces the first one's time."""
+    def pin(self, node: Node, until_s: float | None, told: Callable[[bool], None] | None = None) -> None:
+        """Keeps a whole path in the lower tiers; a second pin replaces the first one's time. `told`: of `remember`."""
         self._pin(node, until_s)
         self.times_to_live.pop(node, None)
-        if self.cache.disk is not None:
-            pin = Pin(node.namespace, node.key, None if until_s is None else int(until_s))
-            self.cache.disk.remember(self.cache.mover, lambda store: store.set_pin(pin))
+        pin = Pin(node.namespace, node.key, None if until_s is None else int(until_s))
+        self.cache.remember(lambda store: store.set_pin(pin), told)
 
-    def unpin(self, node: Node) -> None:
+    def unpin(self, node: Node, told: Callable[[bool], None] | None = None) -> None:
         """Takes the pin back, if there is one; on disk one that damaged records took along, too: it would come back."""
         if node in self.pins:
             self._release(node)
-        if self.cache.disk is not None:
-            namespace, key = node.namespace, node.key
-            self.cache.disk.remember(self.cache.mover, lambda store: store.remove_pin(namespace, key))
+        namespace, key = node.namespace, node.key
+        self.cache.remember(lambda store: store.remove_pin(namespace, key), told)
 
     def pinned_bytes(self, namespace: str) -> int:
         """What pins of this namespace and those below it keep in the lower tiers."""

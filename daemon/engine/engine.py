@@ -19,6 +19,7 @@ from daemon.engine.faults import end_if_sticky
 from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
+from daemon.engine.quotas import Quotas
 from daemon.engine.rate import PrefillRate
 from daemon.engine.refusals import Asked, refusal
 from daemon.engine.runner import Runner
@@ -92,8 +93,9 @@ class Engine:
             tuning=self.tuning, slice_s=config.slice_ms / 1000,
         )  # fmt: skip
         self.prefixes = Prefixes(cache)
-        self.questions = Questions(self.prefixes, self.rate, send)
-        self.warming = Warming(cache, self.prefixes, self.questions.pin_refusal, send)
+        quotas = Quotas(self.prefixes)
+        self.questions = Questions(self.prefixes, quotas, self.rate, send)
+        self.warming = Warming(cache, self.prefixes, quotas.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
         load = partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids)
         self.grammars = GrammarBuilder(load, cache.mover.wake)

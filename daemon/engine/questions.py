@@ -1,7 +1,8 @@
 """What operators and jobs ask about prefixes, tiers and quotas, answered from the engine's own books.
 
 Each question gets one final answer. Three take time and are kept open: a flush until the lower tiers have everything, a
-scrub of the disk while an I/O thread reads every record, and a change of a quota until the disk has it or cannot.
+scrub of the disk while an I/O thread reads every record, and a change of a pin or a quota until the disk has it; but
+not for long, since what it asks for holds from the beginning.
 """
 
 import time
@@ -28,7 +29,6 @@ from daemon.cache_messages import (
     PrefixOrder,
     PrefixRow,
     QuotaList,
-    QuotaRow,
     Refused,
     RemoveQuota,
     Selector,
@@ -38,6 +38,7 @@ from daemon.cache_messages import (
     Verify,
 )
 from daemon.engine.kv_events import KvEvents
+from daemon.engine.quotas import Quotas
 from daemon.engine.rate import PrefillRate
 from daemon.engine.scrub import Scrubs
 from daemon.engine.warming import NOTHING_PINS
@@ -46,8 +47,7 @@ from daemon.kv_messages import KvToFront, KvUnwatch, KvWatch
 from tiers.index import Quota
 from tiers.match import MatchEnd
 from tiers.prefixes import Bytes, PinnedError, Prefixes
-from tiers.record_store import RecordStore
-from tiers.tree import Node, with_those_above
+from tiers.tree import Node
 
 Answerable = (
     Lookup | PinPrefix | UnpinPrefix | EvictPrefix | ListPrefixes
@@ -55,7 +55,7 @@ Answerable = (
 )  # fmt: skip
 Question = Answerable | KvWatch | KvUnwatch
 FLUSH_TIMEOUT_S = 300.0
-SHRINK_AGAIN_S = 1.0  # after which what exceeds a quota, and is held, is looked for again
+KEPT_WITHIN_S = 2.0  # after which the answer to a change does not wait for the disk any longer
 
 
 @dataclass(slots=True)
@@ -68,19 +68,30 @@ class OpenFlush:
     written_bytes: int
 
 
-class Questions:
-    """Owns quotas and the questions that take time."""
+@dataclass(frozen=True, slots=True)
+class OpenChange:
+    """A change that holds, and that the disk does not have yet."""
 
-    def __init__(self, prefixes: Prefixes, rate: PrefillRate, send: Callable[[CacheAnswer | KvToFront], None]) -> None:
+    answer: Callable[[], CacheAnswer]
+    until: float
+
+
+class Questions:
+    """Owns the questions that take time."""
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        quotas: Quotas,
+        rate: PrefillRate,
+        send: Callable[[CacheAnswer | KvToFront], None],
+    ) -> None:
         self.prefixes = prefixes
         self.cache = prefixes.cache
         self.rate = rate
         self.send = send
-        disk = self.cache.disk
-        self.quotas = {quota.namespace: quota for quota in disk.store.quotas()} if disk is not None else {}
-        self._shrunk_in_vain: dict[str, float] = {}  # when, of namespaces that exceed their quota by what is held
-        self._unkept: dict[str, SetQuota | RemoveQuota] = {}  # by namespace, its last change that no store has yet
-        self.changes: set[int] = set()  # of quotas, by query: those that are not answered yet
+        self.quotas = quotas
+        self.changes: dict[int, OpenChange] = {}  # by query
         self.flushes: list[OpenFlush] = []
         self.scrubs = Scrubs(self.cache, send)
         self.kv_events = KvEvents(prefixes.tree, send)
@@ -111,8 +122,7 @@ class Questions:
     def poll(self, unix_s: float) -> None:
         """Goes on with what takes time: flushes, pins and times to live that end, quotas that are exceeded."""
         self.prefixes.expire(unix_s)
-        for quota in self.quotas.values():
-            self._keep(quota, unix_s)
+        self.quotas.keep(unix_s)
         self.kv_events.poll(unix_s)
         for flush in list(self.flushes):
             if self.cache.writedown.is_idle:
@@ -122,30 +132,22 @@ class Questions:
                 self.flushes.remove(flush)
                 reason = f"not all was written within {FLUSH_TIMEOUT_S:.0f} s"
                 self.send(Refused(flush.query_id, ErrorReason.TIER_UNAVAILABLE, reason))
-
-    def _keep(self, quota: Quota, unix_s: float) -> None:
-        """Evicts what exceeds a quota. To find that too much is held takes a look at the whole tree: not every step."""
-        namespace, limit = quota.namespace, quota.cached_bytes
-        if limit is None or self.prefixes.tree.charged[namespace] <= limit:
-            return
-        tried = self._shrunk_in_vain.get(namespace)
-        if tried is not None and 0 <= unix_s - tried < SHRINK_AGAIN_S:
-            return
-        if self.prefixes.shrink(namespace, limit):
-            self._shrunk_in_vain.pop(namespace, None)
-        else:
-            self._shrunk_in_vain[namespace] = unix_s
+        for query_id, change in list(self.changes.items()):
+            if time.monotonic() > change.until:
+                del self.changes[query_id]
+                self.send(change.answer())
 
     def _answer(self, question: Answerable, unix_s: float) -> CacheAnswer | None:
         match question:
             case Lookup():
                 return self._look_up(question)
             case PinPrefix():
-                return self._pin(question, unix_s)
+                self._pin(question, unix_s)
+                return None
             case UnpinPrefix():
                 node = self._find(question.namespace, question.prefix)
-                self.prefixes.unpin(node)
-                return PrefixAnswer(question.query_id, self._row(node))
+                self.prefixes.unpin(node, self._row_when_told(question.query_id, node))
+                return None
             case EvictPrefix():
                 return self._evict(question)
             case ListPrefixes():
@@ -157,43 +159,38 @@ class Questions:
             case Cancel():
                 self.scrubs.cancel(question.query_id)
                 self.flushes = [flush for flush in self.flushes if flush.query_id != question.query_id]
-                self.changes.discard(question.query_id)
+                self.changes.pop(question.query_id, None)
                 return None
             case SetQuota():
-                quota = Quota(question.namespace, question.cached_bytes, question.pinned_bytes)
-                self.quotas[question.namespace] = quota
-                self._shrunk_in_vain.pop(question.namespace, None)
-                self._remember(question, lambda store: store.set_quota(quota))
-                self.poll(unix_s)
+                self._set_quota(question, unix_s)
                 return None
             case RemoveQuota():
-                self._shrunk_in_vain.pop(question.namespace, None)
-                if self.quotas.pop(question.namespace, None) is None:
+                query_id = question.query_id
+                told = self._answer_when_told(query_id, lambda: QuotaList(query_id, ()))
+                if not self.quotas.remove(question.namespace, told):
+                    del self.changes[query_id]
                     raise _RefusedError(ErrorReason.NOT_FOUND, "this namespace has no quota")
-                self._remember(question, lambda store: store.remove_quota(question.namespace))
                 return None
             case ListQuotas():
-                names = sorted(set(self.quotas) | set(self.prefixes.tree.charged))
-                return QuotaList(question.query_id, tuple(self._quota_row(name) for name in names))
+                return QuotaList(question.query_id, self.quotas.rows())
 
-    def _remember(self, question: SetQuota | RemoveQuota, change: Callable[[RecordStore], object]) -> None:
-        """Has the store keep a change of a quota, and answers when it has, or could not."""
-        namespace = question.namespace
-        self.changes.add(question.query_id)
-        self._unkept[namespace] = question
+    def _set_quota(self, question: SetQuota, unix_s: float) -> None:
+        query_id, namespace = question.query_id, question.namespace
+        told = self._answer_when_told(query_id, lambda: QuotaList(query_id, (self.quotas.row(namespace),)))
+        self.quotas.set(Quota(namespace, question.cached_bytes, question.pinned_bytes), unix_s, told)
 
-        def told(is_kept: bool) -> None:
-            if is_kept and self._unkept.get(namespace) is question:
-                del self._unkept[namespace]
-            if question.query_id in self.changes:
-                self.changes.remove(question.query_id)
-                rows = (self._quota_row(namespace),) if isinstance(question, SetQuota) else ()
-                self.send(QuotaList(question.query_id, rows))
+    def _answer_when_told(self, query_id: int, answer: Callable[[], CacheAnswer]) -> Callable[[bool], None]:
+        """Keeps a question open until what this returns is called, and for KEPT_WITHIN_S at most."""
+        self.changes[query_id] = OpenChange(answer, time.monotonic() + KEPT_WITHIN_S)
 
-        if self.cache.disk is not None:
-            self.cache.disk.remember(self.cache.mover, change, told)
-        else:
-            told(False)
+        def told(_: bool) -> None:
+            if query_id in self.changes:
+                self.send(self.changes.pop(query_id).answer())
+
+        return told
+
+    def _row_when_told(self, query_id: int, node: Node) -> Callable[[bool], None]:
+        return self._answer_when_told(query_id, lambda: PrefixAnswer(query_id, self._row(node)))
 
     def _look_up(self, question: Lookup) -> LookupAnswer:
         device = self.cache.device
@@ -259,29 +256,16 @@ class Questions:
             raise _RefusedError(ErrorReason.NOT_FOUND, "no such prefix in this namespace")
         return node
 
-    def _pin(self, question: PinPrefix, unix_s: float) -> PrefixAnswer:
+    def _pin(self, question: PinPrefix, unix_s: float) -> None:
         node = self._find(question.namespace, question.prefix)
         if not self.prefixes.can_pin:
             raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, NOTHING_PINS)
-        refusal = self.pin_refusal(node)
+        refusal = self.quotas.pin_refusal(node)
         if refusal is not None:
             raise _RefusedError(ErrorReason.QUOTA_EXCEEDED, refusal)
-        self.prefixes.pin(node, None if question.ttl_s is None else unix_s + question.ttl_s)
+        expires = None if question.ttl_s is None else unix_s + question.ttl_s
+        self.prefixes.pin(node, expires, self._row_when_told(question.query_id, node))
         self.cache.offer(node)  # a pin binds records: what has none yet gets one
-        return PrefixAnswer(question.query_id, self._row(node))
-
-    def pin_refusal(self, node: Node) -> str | None:
-        """Why a pin of this prefix would exceed a quota of its namespace, or of one above; None where it would not."""
-        if node in self.prefixes.pins:
-            return None
-        fresh = self.prefixes.bytes_of([above for above in node.path() if not above.pins])
-        for namespace in with_those_above(node.namespace):
-            quota = self.quotas.get(namespace)
-            if quota is not None and quota.pinned_bytes is not None:
-                wanted = self.prefixes.pinned_bytes(namespace) + max(fresh.host + fresh.disk, fresh.device)
-                if wanted > quota.pinned_bytes:
-                    return f"{wanted} bytes would be pinned"
-        return None
 
     def _evict(self, question: EvictPrefix) -> Evicted:
         node = self._find(question.namespace, question.prefix)
@@ -352,17 +336,6 @@ class Questions:
         if question.tier is not TierName.DISK or disk is None:
             raise _RefusedError(ErrorReason.TIER_UNAVAILABLE, f"there is nothing to verify in a {question.tier} tier")
         self.scrubs.start(question.query_id, disk)
-
-    def _quota_row(self, namespace: str) -> QuotaRow:
-        quota = self.quotas.get(namespace, Quota(namespace, None, None))
-        return QuotaRow(
-            namespace,
-            quota.cached_bytes,
-            quota.pinned_bytes,
-            self.prefixes.tree.charged[namespace],
-            self.prefixes.pinned_bytes(namespace),
-            durable=self.cache.disk is not None and namespace not in self._unkept,
-        )
 
 
 class _RefusedError(Exception):

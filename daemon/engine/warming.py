@@ -29,6 +29,13 @@ class Writing:
     node: Node
     cached_tokens: int
     until: float
+    expires: float | None = None
+    is_pinned: bool = False
+    was_pinned: bool = False  # before
+    is_kept: bool | None = None  # the pin, by the disk; None: not known yet
+
+    def told(self, is_kept: bool) -> None:
+        self.is_kept = is_kept
 
 
 class Warming:
@@ -99,15 +106,19 @@ class Warming:
 
     def abort(self, request_id: str) -> bool:
         """Ends a job that is being written down; what is there stays as any prompt's would."""
-        return self.writing.pop(request_id, None) is not None
+        job = self.writing.pop(request_id, None)
+        if job is not None:
+            self._give_up_pin(job)
+        return job is not None
 
     def poll(self, now: float, unix_s: float) -> None:
         """Sends the receipts of those that are where they should be."""
         for request_id, job in list(self.writing.items()):
             if job.node.parent is None:
                 self._reject(job, ErrorReason.NO_CAPACITY, "the prefix was evicted before it could be written")
-            elif self._is_in(job.node, job.warm.tier):
-                self._finish(job, unix_s)
+            elif job.is_pinned or self._is_in(job.node, job.warm.tier):
+                if not self._finish(job, now, unix_s):
+                    continue
             elif now >= job.until or self.cache.writedown.is_idle:
                 self._reject(job, ErrorReason.TIER_UNAVAILABLE, f"the {job.warm.tier} tier did not take the prefix")
             else:
@@ -125,17 +136,26 @@ class Warming:
             case TierName.DISK:
                 return self.cache.disk is not None and self.cache.writedown.is_written(node)
 
-    def _finish(self, job: Writing, unix_s: float) -> None:
+    def _finish(self, job: Writing, now: float, unix_s: float) -> bool:
+        """Whether all is done. A receipt that says durable waits for the pin's record, too."""
         warm, node = job.warm, job.node
-        refusal = self.pin_refusal(node) if warm.pin else None
-        if refusal is not None:
-            self._reject(job, ErrorReason.QUOTA_EXCEEDED, refusal)
-            return
-        expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
-        if warm.pin:
-            self.prefixes.pin(node, expires)
-        elif expires is not None:
-            self.prefixes.times_to_live[node] = expires
+        if not job.is_pinned:
+            refusal = self.pin_refusal(node) if warm.pin else None
+            if refusal is not None:
+                self._reject(job, ErrorReason.QUOTA_EXCEEDED, refusal)
+                return True
+            job.expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
+            if warm.pin:
+                job.is_pinned, job.was_pinned = True, node in self.prefixes.pins
+                self.prefixes.pin(node, job.expires, job.told)
+            elif job.expires is not None:
+                self.prefixes.times_to_live[node] = job.expires
+        if warm.pin and warm.durable and not job.is_kept:
+            if job.is_kept is None and now < job.until:
+                return False
+            self._give_up_pin(job)
+            self._reject(job, ErrorReason.TIER_UNAVAILABLE, "the disk has the prefix, but did not take its pin")
+            return True
         size = self.prefixes.bytes_of(node.path())
         self.send(
             WarmDone(
@@ -146,9 +166,14 @@ class Warming:
                 bytes=BytesByTier(size.device, size.host, size.disk),
                 durable=self._is_in(node, TierName.DISK),
                 pinned=warm.pin,
-                expires_time_s=expires,
+                expires_time_s=job.expires,
             )
         )
+        return True
+
+    def _give_up_pin(self, job: Writing) -> None:
+        if job.is_pinned and not job.was_pinned:
+            self.prefixes.unpin(job.node)
 
     def _reject(self, job: Writing, reason: ErrorReason, message: str) -> None:
         self.send(Rejected(job.warm.request_id, reason, message, retry_after_s=5.0))

@@ -51,10 +51,46 @@ def test_a_pin_can_be_seen_and_taken_back_when_the_state_after_its_prefix_is_gon
     assert isinstance(listed, PrefixList)
     assert [row.key for row in listed.rows if row.pinned] == [pinned.key.hex()]
     harness.engine.handle(UnpinPrefix(3, "", Selector(key=pinned.key.hex()) if by == "key" else SELECTOR))
+    harness.run()
     answer = harness.other[-1]
     assert isinstance(answer, PrefixAnswer)
     assert answer.prefix.key == pinned.key.hex()
-    harness.run()
     assert not store.pinned
     assert harness.disk.pinned_bytes == 0
+    harness.assert_idle_books()
+
+
+def answers(harness: Harness) -> list[tuple[int, bool]]:
+    """To pins and their ends: the question, and whether the prefix is pinned."""
+    return [(told.query_id, told.prefix.pinned) for told in harness.other if isinstance(told, PrefixAnswer)]
+
+
+def test_a_pin_and_its_end_are_answered_when_the_disk_has_them() -> None:
+    harness = Harness(store=(store := MemoryStore()))
+    serve(harness, "kept", PROMPT)
+    for question, is_pinned in ((PinPrefix(1, "", SELECTOR), True), (UnpinPrefix(2, "", SELECTOR), False)):
+        harness.mover.is_stalled = True
+        harness.engine.handle(question)
+        harness.step(3)
+        assert len(answers(harness)) == question.query_id - 1
+        harness.mover.is_stalled = False
+        harness.run()
+        assert answers(harness)[-1] == (question.query_id, is_pinned)
+        assert bool(store.pinned) is is_pinned
+    harness.assert_idle_books()
+
+
+def test_a_disk_that_hangs_does_not_keep_the_answer_to_a_pin_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daemon.engine.questions.KEPT_WITHIN_S", 0.0)
+    harness = Harness(store=(store := MemoryStore()))
+    serve(harness, "kept", PROMPT)
+    harness.mover.is_stalled = True
+    harness.engine.handle(PinPrefix(1, "", SELECTOR))
+    harness.step()
+    assert answers(harness) == [(1, True)]
+    assert not store.pinned
+    harness.mover.is_stalled = False
+    harness.run()
+    assert answers(harness) == [(1, True)]
+    assert store.pinned
     harness.assert_idle_books()

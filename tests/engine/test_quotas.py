@@ -3,7 +3,7 @@
 import pytest
 
 from daemon.cache_messages import ListQuotas, QuotaList, SetQuota
-from daemon.engine.questions import SHRINK_AGAIN_S
+from daemon.engine.quotas import SHRINK_AGAIN_S
 from tests.engine.harness import GRID, Harness
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_engine import prompt_of

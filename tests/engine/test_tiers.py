@@ -327,7 +327,7 @@ def test_pins_and_quotas_survive_a_restart_and_pinned_records_outlive_everything
     harness = Harness(store=store)
     (pinned,) = harness.engine.prefixes.pins
     assert pinned.depth * BLOCK == 2 * GRID
-    assert harness.engine.questions.quotas[""].pinned_bytes == 1 << 20
+    assert harness.engine.questions.quotas.limits[""].pinned_bytes == 1 << 20
     store.quota_bytes = 14 * block_bytes + 5 * (HEADER_BYTES + 64)
     for seed in range(2, 8):
         serve(harness, f"other{seed}", prompt_of(2 * GRID + 1, seed))

@@ -3,11 +3,14 @@
 import random
 from array import array
 
+import pytest
+
 from daemon.cache_messages import PinPrefix, Refused, Selector, SetQuota, TierName, Warm, WarmDone
 from daemon.errors import ErrorReason
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
 from tests.engine.memory_store import MemoryStore
+from tiers.index import Pin
 
 ORACLE = Oracle(INVENTED, BLOCK)
 
@@ -104,6 +107,35 @@ def test_a_pin_that_no_tier_would_hold_is_refused() -> None:
     (refused,) = (told for told in harness.other if isinstance(told, Refused))
     assert refused.reason is ErrorReason.TIER_UNAVAILABLE
     assert not harness.engine.prefixes.pins
+    harness.assert_idle_books()
+
+
+class Unpinning(MemoryStore):
+    """Keeps records, and no pins."""
+
+    def set_pin(self, pin: Pin) -> None:
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize("store", [MemoryStore(), Unpinning()], ids=["keeps", "fails"])
+def test_a_durable_receipt_comes_when_the_disk_has_the_pin_too_and_not_without(store: MemoryStore) -> None:
+    harness = Harness(store=store)
+    ids = array("i", prompt_of(2 * GRID + 1, 1)).tobytes()
+    harness.engine.handle(Warm("w", ids, "", TierName.DISK, pin=True, durable=True))
+    while not harness.engine.prefixes.pins:
+        harness.step()
+    harness.mover.is_stalled = True
+    harness.step(3)
+    assert not warmed(harness) or store.pinned
+    harness.mover.is_stalled = False
+    run(harness)
+    if isinstance(store, Unpinning):
+        assert not warmed(harness)
+        assert harness.rejected["w"].reason is ErrorReason.TIER_UNAVAILABLE
+        assert not harness.engine.prefixes.pins, "which nobody would know of"
+    else:
+        assert warmed(harness) == {"w"}
+        assert store.pinned
     harness.assert_idle_books()
 
 
