@@ -23,8 +23,19 @@ CONFIG_VARIABLE = "DOWNCORE_CONFIG"
 MODEL_FLAG = "--model"  # the flag of model_path
 NO_MODEL = "no model is named: --model PATH, or model_path in [engine]"
 EPILOG = f"""\
+Bytes may have a unit, --disk-bytes 64GiB. --gateway alone is --gateway true, and so is every flag of true or false.
 Every flag is also a key of the TOML file that --config or ${CONFIG_VARIABLE} names, `grid = 128` below [engine], and a
 variable, DOWNCORE_ENGINE__GRID. Flags win over variables, variables over the file: downcore config show --origin."""
+USAGE = """\
+downcore serve [--model PATH] [FLAG VALUE]...
+       downcored --model PATH [FLAG VALUE]..."""
+DESCRIPTION = """\
+Serves a language model over gRPC, in the foreground. `downcore serve` without a model takes the one that
+`downcore model fetch` gets; where none is named downcored ends."""
+METAVARS = {
+    "bytes_per_s": "BYTES", "tokens_per_s": "TOKENS", "_bytes": "BYTES", "_s": "SECONDS", "_ms": "MS", "_path": "PATH",
+    "_file": "FILE", "listen": "PATH", "tcp": "HOST:PORT",
+}  # fmt: skip
 SECTIONS = {"front": Section(FrontConfig, hidden=("engine", "engine_command")), "engine": Section(EngineConfig)}
 
 
@@ -150,8 +161,8 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser() -> _Parser:
     parser = _Parser(
         prog="downcored",
-        usage="downcored --model PATH [FLAG VALUE]...",
-        description="Serves a language model over gRPC.",
+        usage=USAGE,
+        description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -167,9 +178,23 @@ def _make_parser() -> _Parser:
     for section, known in SECTIONS.items():
         group = parser.add_argument_group(section)
         for name, info in known.fields.items():
-            default = "" if info.default in ("", None, msgspec.NODEFAULT) else f" (default {info.default})"
-            text = "Hugging Face snapshot folder" if name == "model_path" else known.help[name]
-            group.add_argument(
-                flag_of(name), dest=name, metavar="VALUE", help=f"{text}{default}".strip().replace("%", "%%") or None
-            )
+            text = f"{known.help[name]}{_default(info.default)}".replace("%", "%%")
+            if isinstance(info.default, bool):
+                group.add_argument(flag_of(name), dest=name, nargs="?", const="true", metavar="true|false", help=text)
+            else:
+                group.add_argument(flag_of(name), dest=name, metavar=_metavar(name), help=text)
     return parser
+
+
+def _default(value: Any) -> str:
+    if value in ("", None, msgspec.NODEFAULT):
+        return ""
+    return f" (default {str(value).lower() if isinstance(value, bool) else value})"
+
+
+def _metavar(name: str) -> str:
+    """By the unit, which stands last in a name."""
+    for ending, metavar in METAVARS.items():
+        if name.endswith(ending):
+            return metavar
+    return "VALUE"

@@ -4,6 +4,8 @@ The structs of daemon/config.py and daemon/front/config.py say which settings th
 says who set them. A section is one struct: `[engine]` of the file, `DOWNCORE_ENGINE__X` of the environment. A name that
 no struct has is an error, wherever it stands, so that a misspelt setting is never a default in silence.
 
+What is counted in bytes may be given with a unit, `64GiB`.
+
 No setting holds a secret: what is secret lies in a file of its own, whose path is a setting that ends in `_file`.
 """
 
@@ -21,6 +23,9 @@ PREFIX = "DOWNCORE_"
 MAX_FILE_BYTES = 1 << 20
 _TABLE = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"""\s*["']?([\w-]+)["']?\s*=""")
+_IN_BYTES = re.compile(r"_bytes(_per_s)?$")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgtp])(?:i?b)?", re.IGNORECASE)
+_POWERS = "kmgtp"  # of 1,024, from the first on
 
 
 class SettingsError(ValueError):
@@ -57,6 +62,8 @@ class Section:
         values: dict[str, Any] = {}
         for name, one in given.items():
             field_type, value = self.fields[name].type, one.value
+            if _IN_BYTES.search(name) and isinstance(value, str):
+                value = _in_bytes(value)
             if one.is_text and _is_array(field_type):
                 value = [part.strip() for part in value.split(",") if part.strip()]
             try:
@@ -181,6 +188,12 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
         elif key := _KEY.match(line):
             found.setdefault((section, key[1]), number)
     return found
+
+
+def _in_bytes(text: str) -> int | str:
+    """ "512MiB" and "1.5g" in bytes; any other text as it is, for its field to judge."""
+    size = _SIZE.fullmatch(text)
+    return int(float(size[1]) * 1024 ** (1 + _POWERS.index(size[2].lower()))) if size is not None else text
 
 
 def _is_array(field_type: Any) -> bool:

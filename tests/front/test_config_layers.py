@@ -133,6 +133,31 @@ def test_a_wrong_value_is_told_with_where_it_was_set(tmp_path: Path) -> None:
         command().config()
 
 
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("67108864", 64 << 20), ("64MiB", 64 << 20), ("64mb", 64 << 20), ("1.5g", 3 << 29), ("2 GiB", 2 << 30)],
+)
+def test_what_is_counted_in_bytes_may_have_a_unit_in_every_layer(tmp_path: Path, text: str, num_bytes: int) -> None:
+    path = written(tmp_path, f"[engine]\ndisk_bytes = '{text}'\n" if not text.isdigit() else "")
+    layers = [command("--disk-bytes", text), command(environ={"DOWNCORE_ENGINE__DISK_BYTES": text})]
+    layers += [command("--config", str(path))] if not text.isdigit() else []
+    for layer in layers:
+        assert origins(layer)["disk_bytes"][0] == num_bytes
+    assert origins(command("--write-bytes-per-s", "8MiB"))["write_bytes_per_s"][0] == 8 << 20
+
+
+def test_a_unit_stands_at_bytes_alone() -> None:
+    for flags in (("--disk-bytes", "64 GiBs"), ("--disk-bytes", "much"), ("--max-queue", "1k"), ("--grid", "1k")):
+        with pytest.raises(SettingsError, match=re.escape(repr(flags[1]))):
+            command(*flags).rows()
+
+
+def test_a_flag_of_true_or_false_alone_is_true() -> None:
+    assert origins(command("--gateway", "--grid", "128"))["gateway"] == (True, "--gateway")
+    for text, value in (("false", False), ("true", True), ("0", False)):
+        assert origins(command("--replay", text))["replay"] == (value, "--replay")
+
+
 def test_no_setting_holds_a_secret_itself() -> None:
     for known in SECTIONS.values():
         for name, info in known.fields.items():
