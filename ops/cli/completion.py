@@ -15,7 +15,7 @@ import typer
 from typer.main import get_command
 
 from ops.cli.app import HELP_NAMES, make_app, run_app
-from ops.cli.main import COMMANDS, load
+from ops.cli.main import COMMANDS, CREDENTIALS, load
 
 PASS_ON = ("serve", "config show", "config check", "doctor")  # commands that take the daemon's flags
 
@@ -54,7 +54,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")
 
 def all_words() -> Iterator[Words]:
     """Every command with what may follow it, the program itself first."""
-    yield Words("", (*COMMANDS, "--help", "--version"), {})
+    yield Words("", (*COMMANDS, *CREDENTIALS, "--help", "--version"), {})
     flags = tuple(daemon_flags())
     for name in COMMANDS:
         commands = getattr(load(name), "app", None)

@@ -1,6 +1,6 @@
 """What a user of the command line shows to the daemon: a token, a certificate; and how it knows the daemon.
 
-They come from the environment, which the flags before a command set as well: `downcore --token-file FILE status`.
+They come from the environment, which the flags of ops/cli/main.py set as well: `downcore --token-file FILE status`.
 """
 
 import ipaddress

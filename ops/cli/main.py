@@ -48,13 +48,15 @@ COMMANDS = {
     "version": Command("ops.cli.version", "Version of this program"),
 }
 
-# Flags before a command, each a variable too.
+# Flags of every command that calls a daemon, before its name or after it; each is a variable too.
 CREDENTIALS = {
     "--token-file": "DOWNCORE_TOKEN_FILE",
     "--tls-ca": "DOWNCORE_TLS_CA",
     "--tls-cert": "DOWNCORE_TLS_CERT",
     "--tls-key": "DOWNCORE_TLS_KEY",
 }
+
+TAKE_DAEMON_FLAGS = ("serve", "config", "doctor")  # what follows one of these is not for the command line
 
 USAGE = "usage: downcore [CREDENTIALS] COMMAND [OPTIONS]"
 FOOTER = """\
@@ -102,14 +104,22 @@ def _carry_out(arguments: list[str]) -> int:
 
 
 def take_credentials(arguments: list[str]) -> list[str]:
-    """Puts the flags before the command into the environment, where ops/cli/credentials.py looks. Returns: the rest."""
-    while arguments and arguments[0].split("=", 1)[0] in CREDENTIALS:
-        flag, equals, value = arguments[0].partition("=")
-        if not equals and len(arguments) < 2:
+    """Puts the credentials' flags into the environment, where ops/cli/credentials.py looks. Returns: the rest.
+
+    What follows `--` is an argument whatever it looks like, and so is what follows a command that takes the
+    daemon's flags.
+    """
+    rest: list[str] = []
+    left = list(arguments)
+    while left and left[0] != "--" and not (rest and rest[0] in TAKE_DAEMON_FLAGS):
+        flag, equals, value = left.pop(0).partition("=")
+        if flag not in CREDENTIALS:
+            rest.append(flag + equals + value)
+            continue
+        if not equals and not left:
             raise CliError(ExitCode.USAGE, f"{flag} needs a file")
-        os.environ[CREDENTIALS[flag]] = value if equals else arguments[1]
-        arguments = arguments[1 if equals else 2 :]
-    return arguments
+        os.environ[CREDENTIALS[flag]] = value if equals else left.pop(0)
+    return rest + left
 
 
 def load(name: str) -> ModuleType:

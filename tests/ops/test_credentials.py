@@ -66,14 +66,23 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
         assert "this needs the scope admin [PERMISSION_DENIED]" in done.stderr
 
 
-def test_flags_before_a_command_are_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DOWNCORE_TOKEN_FILE", "DOWNCORE_TLS_CA"):
+def test_flags_before_a_command_and_after_it_are_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DOWNCORE_TOKEN_FILE", "DOWNCORE_TLS_CA", "DOWNCORE_TLS_KEY"):
         monkeypatch.setenv(name, "")
-    rest = take_credentials(["--token-file", "t", "--tls-ca=c", "status", "--tls-key", "x"])
-    assert rest == ["status", "--tls-key", "x"]
-    assert (os.environ["DOWNCORE_TOKEN_FILE"], os.environ["DOWNCORE_TLS_CA"]) == ("t", "c")
+    rest = take_credentials(["--token-file", "t", "--tls-ca=c", "prefix", "ls", "--tls-key", "k", "-o", "json"])
+    assert rest == ["prefix", "ls", "-o", "json"]
+    names = ("DOWNCORE_TOKEN_FILE", "DOWNCORE_TLS_CA", "DOWNCORE_TLS_KEY")
+    assert tuple(os.environ[name] for name in names) == ("t", "c", "k")
     with pytest.raises(CliError, match="needs a file"):
-        take_credentials(["--tls-ca"])
+        take_credentials(["status", "--tls-ca"])
+
+
+@pytest.mark.parametrize("line", ["generate -- --tls-ca x", "serve --tls-key x", "config check --tls-cert=x"])
+def test_what_is_no_credential_of_the_command_line_stays(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DOWNCORE_TLS_CA", "DOWNCORE_TLS_KEY", "DOWNCORE_TLS_CERT"):
+        monkeypatch.setenv(name, "")
+    assert take_credentials(line.split()) == line.split()
+    assert not os.environ["DOWNCORE_TLS_CA"] + os.environ["DOWNCORE_TLS_KEY"] + os.environ["DOWNCORE_TLS_CERT"]
 
 
 def test_a_token_goes_over_no_network_in_the_open(tmp_path: Path) -> None:
