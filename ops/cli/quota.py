@@ -8,7 +8,7 @@ from downcore.v1 import admin_pb2
 from rich.table import Table
 
 from ops.cli.app import Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
-from ops.cli.client import ADMIN, connect
+from ops.cli.client import ADMIN, Client, connect
 from ops.cli.confirm import DryRunOption, YesOption, confirm
 from ops.cli.errors import CliError, ExitCode
 from ops.cli.output import as_dict, human_bytes, make_console, make_table, print_data
@@ -29,13 +29,11 @@ def list_quotas(
 ) -> None:
     """Namespaces that have a quota or bytes in the cache."""
     with connect(server) as client:
-        answer = client.unary(
-            f"{ADMIN}/ListQuotas", admin_pb2.ListQuotasRequest(), admin_pb2.ListQuotasResponse, timeout
-        )
+        quotas = _fetch(client, timeout)
     if output is not Format.TABLE:
-        print_data(as_dict(answer)["quotas"], output)
-    elif answer.quotas:
-        make_console().print(quota_table(answer.quotas))
+        print_data([as_dict(quota) for quota in quotas], output)
+    elif quotas:
+        make_console().print(quota_table(quotas))
     else:
         make_console(stderr=True).print("no quotas, and nothing cached")
 
@@ -80,6 +78,9 @@ def remove_quota(
 ) -> None:
     """Lift a namespace's quota. Asks first. Exits 6 when it has none."""
     if dry_run:
+        with connect(server) as client:
+            if not any(quota.namespace == namespace and _is_set(quota) for quota in _fetch(client, timeout)):
+                raise CliError(ExitCode.NOT_FOUND, f"{namespace} has no quota")
         print(f"would lift the quota of {namespace}")
         return
     confirm(f"Lift the quota of {namespace}?", yes=yes)
@@ -99,14 +100,23 @@ def quota_table(quotas: Iterable[admin_pb2.Quota]) -> Table:
     for quota in quotas:
         cached = quota.cached_bytes if quota.HasField("cached_bytes") else None
         pinned = quota.pinned_bytes if quota.HasField("pinned_bytes") else None
-        has_quota = cached is not None or pinned is not None
         table.add_row(
             quota.namespace,
             *_use(quota.used_cached_bytes, cached),
             *_use(quota.used_pinned_bytes, pinned),
-            ("kept" if quota.durable else "lost") if has_quota else "-",
+            ("kept" if quota.durable else "lost") if _is_set(quota) else "-",
         )
     return table
+
+
+def _fetch(client: Client, timeout_s: float) -> list[admin_pb2.Quota]:
+    answer = client.unary(f"{ADMIN}/ListQuotas", admin_pb2.ListQuotasRequest(), admin_pb2.ListQuotasResponse, timeout_s)
+    return list(answer.quotas)
+
+
+def _is_set(quota: admin_pb2.Quota) -> bool:
+    """Whether it limits anything, or only says what the namespace has."""
+    return quota.HasField("cached_bytes") or quota.HasField("pinned_bytes")
 
 
 def _use(used_bytes: int, limit_bytes: int | None) -> tuple[str, str, str]:

@@ -122,6 +122,11 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
         found = [s for s in self._daemon.sequences if request.id in (s.id, s.request_id)]
         return admin_pb2.AbortSequenceResponse(aborted=len(found))
 
+    async def ListQuotas(self, request: Any, context: Any) -> Any:
+        await self._daemon.enter(request, context)
+        quotas = [admin_pb2.Quota(namespace="team", cached_bytes=1 << 30), admin_pb2.Quota(namespace="free")]
+        return admin_pb2.ListQuotasResponse(quotas=quotas)
+
     async def Drain(self, request: Any, context: Any) -> Any:
         await self._daemon.enter(request, context)
         return admin_pb2.DrainResponse(drained=request.timeout_s > 1, open_requests=0 if request.timeout_s > 1 else 2)

@@ -94,6 +94,13 @@ def test_what_destroys_asks_first_and_can_say_what_it_would_do(
         assert forbidden not in {type(request).__name__ for request in fake.requests}
 
 
+@pytest.mark.parametrize("command", [["quota", "rm", "free"], ["session", "abort", "nobody"]])
+def test_what_is_not_there_would_not_be_taken_away(command: list[str], socket_folder: Path, capsys: Capture) -> None:
+    with FakeDaemon(socket_folder / "fake.sock") as fake:
+        assert run([*command, "--server", str(fake.socket), "--dry-run"]) == ExitCode.NOT_FOUND
+        assert capsys.readouterr().out == ""
+
+
 def test_a_drain_that_was_agreed_to_at_the_terminal_is_done(socket_folder: Path) -> None:
     with FakeDaemon(socket_folder / "fake.sock") as fake:
         code, shown = at_terminal(fake.socket, "drain", "--wait", "5", typed="y")
