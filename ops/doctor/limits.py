@@ -97,18 +97,21 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
 
 def check_socket(listen: str) -> Finding:
     """Where the daemon would listen."""
-    path = Path(listen).absolute()
+    path = Path(listen.removeprefix("unix:")).absolute()
     if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
         return fail("socket", str(path), f"a path of at most {MAX_SOCKET_BYTES} bytes: --listen")
     folder = path.parent
     if not folder.exists():
         return ok("socket", f"{path}, to be made")
-    mode = stat.S_IMODE(folder.stat().st_mode)
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
     if not os.access(folder, os.W_OK | os.X_OK):
         return fail("socket", f"{folder} cannot be written to", "--listen in a directory of the daemon's own user")
-    if mode & 0o022:
-        return warn(
-            "socket", f"{folder} has mode {mode:o}", "chmod 700: who can write there can take the socket's place"
+    if found.st_uid != os.getuid():
+        return fail("socket", f"{folder} belongs to another user", "--listen in a directory of the daemon's own user")
+    if mode & 0o077:  # daemon/front/sockets.py refuses it
+        return fail(
+            "socket", f"{folder} has mode {mode:o}", f"chmod 700 {folder}, or --listen in a directory of its own"
         )
     return ok("socket", str(path))
 

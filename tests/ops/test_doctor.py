@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from daemon.front.sockets import ListenError, claim_socket
 from ops.cli.errors import ExitCode
 from ops.cli.main import run
 from ops.doctor import disk as disk_checks
@@ -140,11 +141,15 @@ def test_a_slow_clock_and_a_time_that_nobody_keeps_are_told(tmp_path: Path, monk
     assert limits.is_synchronised() in (True, False, None)
 
 
-def test_a_socket_folder_that_others_may_write_to_is_told(socket_folder: Path) -> None:
+def test_a_socket_folder_that_the_daemon_would_refuse_fails(socket_folder: Path) -> None:
     assert limits.check_socket(str(socket_folder / "d.sock")).level is Level.OK
+    assert limits.check_socket(f"unix:{socket_folder}/d.sock").level is Level.OK
     assert limits.check_socket(str(socket_folder / "later" / "d.sock")).level is Level.OK
-    socket_folder.chmod(stat.S_IRWXU | stat.S_IRWXO)
-    assert limits.check_socket(str(socket_folder / "d.sock")).level is Level.WARN
+    for others in (stat.S_IRWXO, stat.S_IXGRP):
+        socket_folder.chmod(stat.S_IRWXU | others)
+        assert limits.check_socket(f"unix:{socket_folder}/d.sock").level is Level.FAIL
+        with pytest.raises(ListenError, match="open to other users"):
+            claim_socket(str(socket_folder / "d.sock"))
     assert limits.check_socket("/" + "x" * 120).level is Level.FAIL
 
 
