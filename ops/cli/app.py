@@ -72,6 +72,8 @@ def server_target(server: str | None) -> str:
         return f"unix:{default_socket()}"
     if server.startswith("unix:"):
         return server
+    if "://" in server:
+        raise CliError(ExitCode.USAGE, f"--server {server!r} is a URL: give HOST:PORT, or a socket's path")
     if "/" in server:
         return f"unix:{Path(server).absolute()}"
     host, colon, port = server.rpartition(":")
