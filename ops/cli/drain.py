@@ -54,6 +54,7 @@ def drain(
     if output is not Format.TABLE:
         print_data(as_dict(answer), output)
     else:
-        print("drained" if answer.drained else f"{answer.open_requests} requests are still open")
+        still_open = counted(answer.open_requests, "request is", "requests are")
+        print("drained" if answer.drained else f"{still_open} still open")
     if not answer.drained:
         raise typer.Exit(ExitCode.TIMEOUT)

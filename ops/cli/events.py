@@ -11,7 +11,7 @@ from downcore.v1 import admin_pb2
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, make_app, run_app
 from ops.cli.client import ADMIN, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import Lines, as_dict, enum_name, make_console, make_table, print_data
+from ops.cli.output import Lines, as_dict, counted, enum_name, make_console, make_table, print_data
 
 RECONNECT_S = 1.0
 KINDS = admin_pb2.EventKind.DESCRIPTOR
@@ -77,7 +77,7 @@ def _follow(server: str | None, kinds: list[str], count: int, output: Format) ->
             lines.add(_row(answer))
         else:
             if answer.missed:
-                print(f"... {answer.missed} events are missing here", flush=True)
+                print(f"... {counted(answer.missed, 'event is', 'events are')} missing here", flush=True)
             event = answer.event
             print(f"{_when(event)}  {_kind(event):<18} {event.tier or '-':<6}  {event.message}", flush=True)
         if number == count:

@@ -12,7 +12,7 @@ from downcore.v1 import generation_pb2
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, make_app, run_app
 from ops.cli.client import GENERATION, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import as_dict, enum_name, human_seconds, print_json
+from ops.cli.output import as_dict, counted, enum_name, human_seconds, print_json
 from ops.cli.prompt import make_chat, read_prompt
 from ops.cli.quantities import MAX_UINT32
 from ops.cli.structure import make_structure
@@ -206,7 +206,7 @@ def _finish_line(finished: generation_pb2.GenerateFinished) -> str:
         reason += f" at {finished.stop_string!r}"
     elif by == "stop_token_id":
         reason += f" at token {finished.stop_token_id}"
-    return f"answer {finished.index}: {finished.completion_tokens} tokens, {reason}"
+    return f"answer {finished.index}: {counted(finished.completion_tokens, 'token')}, {reason}"
 
 
 def summary_lines(summary: generation_pb2.GenerateSummary) -> list[str]:
@@ -221,7 +221,8 @@ def summary_lines(summary: generation_pb2.GenerateSummary) -> list[str]:
     decode_s = timings.total_s - timings.first_token_s
     rate = f", {(usage.completion_tokens - 1) / decode_s:.1f} tokens/s after the first" if decode_s > 0 else ""
     return [
-        f"prompt {usage.prompt_tokens:,} tokens, {from_cache}; answer {usage.completion_tokens:,} tokens",
+        f"prompt {counted(usage.prompt_tokens, 'token')}, {from_cache}; "
+        f"answer {counted(usage.completion_tokens, 'token')}",
         f"queue {human_seconds(timings.queue_s)}, prefill {human_seconds(timings.prefill_s)}, "
         f"first token {human_seconds(timings.first_token_s)}, total {human_seconds(timings.total_s)}{rate}",
     ]

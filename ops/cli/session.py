@@ -103,7 +103,7 @@ def _facts(sequence: admin_pb2.Sequence) -> list[tuple[str, str]]:
         ("blocks", f"{sequence.blocks:,}, {sequence.shared_blocks:,} of them shared"),
         ("held", human_bytes(sequence.held_bytes)),
         ("age", human_seconds(sequence.age_s)),
-        ("preempted", f"{sequence.preemptions} times"),
+        ("preempted", counted(sequence.preemptions, "time")),
         *(_residency(sequence.residency) if sequence.HasField("residency") else ()),
     ]
 

@@ -8,6 +8,7 @@ from ops.cli.client import ADMIN, connect
 from ops.cli.errors import ExitCode
 from ops.cli.output import (
     as_dict,
+    counted,
     enum_name,
     human_bytes,
     human_count,
@@ -61,10 +62,10 @@ def server_facts(info: admin_pb2.GetServerInfoResponse) -> list[tuple[str, str]]
             ("fingerprint", info.state_fingerprint),
             ("numerics", info.numerics_profile),
         ]
-    restarts = f", {info.engine_starts - 1} restarts" if info.engine_starts > 1 else ""
+    restarts = f", {counted(info.engine_starts - 1, 'restart')}" if info.engine_starts > 1 else ""
     return [
         *facts,
-        ("engine", f"pid {info.engine_pid}, {info.steps:,} steps{restarts}"),
+        ("engine", f"pid {info.engine_pid}, {counted(info.steps, 'step')}{restarts}"),
         ("up", human_seconds(info.uptime_s)),
         ("version", info.version),
     ]

@@ -87,7 +87,7 @@ def dump(
     kinds = Counter(str(row.get("kind", "unreadable")) for row in rows)
     total = human_bytes(sum(row["stored_bytes"] for row in rows))
     console.print(
-        f"\n{len(rows):,} records, {total}: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        f"\n{_count(len(rows), 'record')}, {total}: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     )
 
 
@@ -122,7 +122,9 @@ def _print_report(report: Report, *, is_repaired: bool) -> None:
         console.print(table)
         console.print()
     size = human_bytes(report.stored_bytes)
-    console.print(f"{report.num_records:,} committed records, {size}, in {_count(report.num_segments, 'segment')}")
+    console.print(
+        f"{_count(report.num_records, 'committed record')}, {size}, in {_count(report.num_segments, 'segment')}"
+    )
     if not report.damages:
         console.print("no damage")
     else:

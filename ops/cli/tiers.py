@@ -11,7 +11,17 @@ from ops.cli.app import Format, FormatOption, ServerOption, TimeoutOption, make_
 from ops.cli.cache_options import TierChoice
 from ops.cli.client import ADMIN, Client, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import Lines, as_dict, human_bytes, human_seconds, make_console, make_facts, make_table, print_data
+from ops.cli.output import (
+    Lines,
+    as_dict,
+    counted,
+    human_bytes,
+    human_seconds,
+    make_console,
+    make_facts,
+    make_table,
+    print_data,
+)
 from ops.cli.progress import bars
 from ops.cli.tiers_view import stat_header, stat_line, tier_facts, tier_rates, tier_table
 
@@ -162,7 +172,9 @@ def flush_tier(
         print_data(as_dict(done), output)
         return
     synced = ", synced: it survives a power cut" if done.durable else ""
-    print(f"wrote {done.records:,} records, {human_bytes(done.bytes)} in {human_seconds(done.seconds)}{synced}")
+    print(
+        f"wrote {counted(done.records, 'record')}, {human_bytes(done.bytes)} in {human_seconds(done.seconds)}{synced}"
+    )
 
 
 def _fetch(client: Client, timeout_s: float) -> list[admin_pb2.Tier]:
@@ -201,4 +213,4 @@ def _print_report(report: admin_pb2.VerifyReport) -> None:
             console.print(f"and {untold:,} more")
     speed = f" in {human_seconds(report.seconds)}" if report.seconds else ""
     verdict = f"{report.damaged:,} damaged, set aside" if report.damaged else "none damaged"
-    console.print(f"{report.records:,} records, {human_bytes(report.bytes)}{speed}: {verdict}")
+    console.print(f"{counted(report.records, 'record')}, {human_bytes(report.bytes)}{speed}: {verdict}")

@@ -9,7 +9,7 @@ from downcore.v1 import generation_pb2
 from ops.cli.app import HELP_NAMES, Format, FormatOption, ServerOption, TimeoutOption, make_app, run_app
 from ops.cli.client import GENERATION, connect
 from ops.cli.errors import CliError, ExitCode
-from ops.cli.output import make_console, make_table, print_data, print_json
+from ops.cli.output import counted, make_console, make_table, print_data, print_json
 from ops.cli.prompt import make_chat, read_prompt
 
 app = make_app()
@@ -54,4 +54,4 @@ def tokenize(
         table.add_row(str(position), str(token_id), repr(token).replace("[", "\\["))
     console = make_console()
     console.print(table)
-    console.print(f"{len(answer.token_ids):,} tokens")
+    console.print(counted(len(answer.token_ids), "token"))
