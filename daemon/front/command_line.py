@@ -63,8 +63,7 @@ class Command:
         engine = self.given.get("engine", {})
         if "model_path" not in engine:
             raise SettingsError(NO_MODEL)
-        front = {"listen": Given(default_listen(), "default", is_text=False), **self.given.get("front", {})}
-        return SECTIONS["front"].make(front, engine=SECTIONS["engine"].make(engine))
+        return self._made(engine)
 
     def check(self) -> list[str]:
         """What is wrong with the settings and with the files that they name; nothing where they are in order."""
@@ -87,8 +86,9 @@ class Command:
         """Every setting: section, key, flag, value, origin, default and help, as plain values.
 
         Raises:
-            SettingsError: a value is not of its field's type.
+            SettingsError: a value is wrong; whether there is a model is not asked.
         """
+        self._made({"model_path": Given("", "default", is_text=False), **self.given.get("engine", {})})
         rows: list[dict[str, Any]] = []
         for section, known in SECTIONS.items():
             given = self.given.get(section, {})
@@ -109,6 +109,10 @@ class Command:
                 )
         return rows
 
+    def _made(self, engine: dict[str, Given]) -> FrontConfig:
+        front = {"listen": Given(default_listen(), "default", is_text=False), **self.given.get("front", {})}
+        return SECTIONS["front"].make(front, engine=SECTIONS["engine"].make(engine))
+
 
 def read(args: Sequence[str], environ: Mapping[str, str]) -> Command:
     """The command line with the layers beneath it. Help ends the process, as argparse has it.
@@ -120,6 +124,8 @@ def read(args: Sequence[str], environ: Mapping[str, str]) -> Command:
     found, extra = parser.parse_known_args(args)
     if extra:
         flag = extra[0].split("=", 1)[0]
+        if not flag.startswith("-"):
+            raise SettingsError(f"{flag!r} is no flag; the model's folder is named by {MODEL_FLAG}")
         close = closest(flag, [option for option in parser.known_flags if option.startswith("--")])
         raise SettingsError(f"no flag {flag}" + (f"; did you mean {close}?" if close else "; --help lists them"))
     flags = {name: value for name, value in vars(found).items() if value is not None}

@@ -69,7 +69,8 @@ class Section:
             try:
                 values[name] = msgspec.convert(value, field_type, strict=not one.is_text)
             except ValueError as error:  # msgspec.ValidationError is one
-                raise SettingsError(f"{name} {one.value!r}: {error} ({one.origin})") from None
+                what = _wanted(name, field_type) or str(error)
+                raise SettingsError(f"{name} {one.value!r}: {what} ({one.origin})") from None
         return values
 
     def make(self, given: Mapping[str, Given], **more: Any) -> Any:
@@ -196,8 +197,30 @@ def _in_bytes(text: str) -> int | str:
     return int(float(size[1]) * 1024 ** (1 + _POWERS.index(size[2].lower()))) if size is not None else text
 
 
+def _wanted(name: str, field_type: Any) -> str | None:
+    """What a field takes, in an operator's words; None where the error's own say it."""
+    for kind in _kinds(field_type):
+        match kind:
+            case msgspec.inspect.BoolType():
+                return "must be true or false"
+            case msgspec.inspect.IntType():
+                return "must be a size: 4096, 512MiB, 1.5g" if _IN_BYTES.search(name) else "must be a whole number"
+            case msgspec.inspect.FloatType():
+                return "must be a number"
+            case msgspec.inspect.StrType():
+                return "must be a text"
+            case _:
+                pass
+    return None
+
+
 def _is_array(field_type: Any) -> bool:
-    info = msgspec.inspect.type_info(field_type)
-    kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
     arrays = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType, msgspec.inspect.TupleType)
-    return any(isinstance(kind, arrays) for kind in kinds)
+    return any(isinstance(kind, arrays) for kind in _kinds(field_type))
+
+
+def _kinds(field_type: Any) -> tuple[msgspec.inspect.Type, ...]:
+    """The types that a field may have."""
+    info = msgspec.inspect.type_info(field_type)
+    info = info.type if isinstance(info, msgspec.inspect.Metadata) else info
+    return info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)

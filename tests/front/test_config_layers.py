@@ -138,18 +138,40 @@ def test_a_wrong_value_is_told_with_where_it_was_set(tmp_path: Path) -> None:
     [("67108864", 64 << 20), ("64MiB", 64 << 20), ("64mb", 64 << 20), ("1.5g", 3 << 29), ("2 GiB", 2 << 30)],
 )
 def test_what_is_counted_in_bytes_may_have_a_unit_in_every_layer(tmp_path: Path, text: str, num_bytes: int) -> None:
-    path = written(tmp_path, f"[engine]\ndisk_bytes = '{text}'\n" if not text.isdigit() else "")
-    layers = [command("--disk-bytes", text), command(environ={"DOWNCORE_ENGINE__DISK_BYTES": text})]
-    layers += [command("--config", str(path))] if not text.isdigit() else []
-    for layer in layers:
-        assert origins(layer)["disk_bytes"][0] == num_bytes
+    path = written(tmp_path, "[engine]\ndirty_bytes = " + (text if text.isdigit() else f"'{text}'"))
+    environ = {"DOWNCORE_ENGINE__DIRTY_BYTES": text}
+    for layer in (command("--dirty-bytes", text), command(environ=environ), command("--config", str(path))):
+        assert origins(layer)["dirty_bytes"][0] == num_bytes
     assert origins(command("--write-bytes-per-s", "8MiB"))["write_bytes_per_s"][0] == 8 << 20
 
 
-def test_a_unit_stands_at_bytes_alone() -> None:
-    for flags in (("--disk-bytes", "64 GiBs"), ("--disk-bytes", "much"), ("--max-queue", "1k"), ("--grid", "1k")):
-        with pytest.raises(SettingsError, match=re.escape(repr(flags[1]))):
+@pytest.mark.parametrize(
+    ("flag", "text", "wanted"),
+    [
+        ("--dirty-bytes", "64 GiBs", "a size: 4096, 512MiB, 1.5g"),
+        ("--host-bytes", "much", "a size: 4096, 512MiB, 1.5g"),
+        ("--max-queue", "1k", "a whole number"),
+        ("--grid", "1k", "a whole number"),
+        ("--slice-ms", "15ms", "a number"),
+        ("--gateway", "yes", "true or false"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_what_is_wanted_in_an_operators_words(
+    flag: str, text: str, wanted: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(f"{text!r}: must be {wanted} ({flag})")):
+        command(flag, text).rows()
+
+
+def test_settings_are_shown_only_where_a_daemon_would_start_with_them() -> None:
+    for flags in (("--grid", "100"), ("--disk-bytes", "1g"), ("--log-level", "loud")):
+        with pytest.raises(SettingsError, match=flags[0][2:].replace("-", "_")):
             command(*flags).rows()
+
+
+def test_a_model_named_without_its_flag_is_told_the_flag() -> None:
+    with pytest.raises(SettingsError, match=r"'/srv/model' is no flag; .* --model"):
+        command("/srv/model")
 
 
 def test_a_flag_of_true_or_false_alone_is_true() -> None:
