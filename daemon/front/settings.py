@@ -62,7 +62,7 @@ class Section:
         values: dict[str, Any] = {}
         for name, one in given.items():
             field_type, value = self.fields[name].type, one.value
-            if _IN_BYTES.search(name) and isinstance(value, str):
+            if _IN_BYTES.search(name):
                 value = _in_bytes(value)
             if one.is_text and _is_array(field_type):
                 value = [part.strip() for part in value.split(",") if part.strip()]
@@ -191,10 +191,10 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
     return found
 
 
-def _in_bytes(text: str) -> int | str:
-    """ "512MiB" and "1.5g" in bytes; any other text as it is, for its field to judge."""
-    size = _SIZE.fullmatch(text)
-    return int(float(size[1]) * 1024 ** (1 + _POWERS.index(size[2].lower()))) if size is not None else text
+def _in_bytes(value: Any) -> Any:
+    """ "512MiB" and "1.5g" in bytes; anything else as it is, for its field to judge."""
+    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return int(float(size[1]) * 1024 ** (1 + _POWERS.index(size[2].lower()))) if size is not None else value
 
 
 def _wanted(name: str, field_type: Any) -> str | None:
