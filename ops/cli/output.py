@@ -140,13 +140,11 @@ def print_data(value: Any, output: Format, *, rows: str | None = None) -> None:
         print_json(value)
         return
     found: Any = value[rows] if rows is not None else value
-    lines = Lines(output)
-    for row in cast("list[Any]", found) if isinstance(found, list) else [found]:
-        lines.add(row)
+    Lines(output).add_all(cast("list[Any]", found) if isinstance(found, list) else [found])
 
 
 class Lines:
-    """Rows that come one after the other: a line of JSON each, or CSV below one header, that of the first row."""
+    """Rows that come one after the other: a line of JSON each, or CSV below one header, that of the first rows."""
 
     def __init__(self, output: Format) -> None:
         assert output is not Format.TABLE
@@ -154,16 +152,24 @@ class Lines:
         self._columns: list[str] | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Prints a row. What the first row did not have is left out of CSV; nested values are columns `outer.inner`."""
+        """Prints a row that comes alone."""
+        self.add_all([row])
+
+    def add_all(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints rows that come together. CSV has the columns that any of the first ones has; nested ones are
+        `outer.inner`.
+        """
         if self._output is not Format.CSV:
-            print_json(dict(row), one_line=True)
+            for row in rows:
+                print_json(dict(row), one_line=True)
             return
-        flat = _flat(row)
+        flat = [_flat(row) for row in rows]
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        if self._columns is None:
-            self._columns = list(flat)
+        if self._columns is None and flat:
+            self._columns = list(dict.fromkeys(column for row in flat for column in row))
             writer.writerow(self._columns)
-        writer.writerow([flat.get(column, "") for column in self._columns])
+        for row in flat:
+            writer.writerow([row.get(column, "") for column in self._columns or ()])
         sys.stdout.flush()
 
     def add_look(self, name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
@@ -171,8 +177,7 @@ class Lines:
         if self._output is not Format.CSV:
             self.add({**more, name: list(rows)})
             return
-        for row in rows:
-            self.add({**more, **row})
+        self.add_all([{**more, **row} for row in rows])
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -182,6 +187,8 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             flat |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             flat[prefix + name] = json.dumps(value, ensure_ascii=False)
+        elif isinstance(value, bool):
+            flat[prefix + name] = "true" if value else "false"  # as in JSON
         else:
             flat[prefix + name] = "" if value is None else value
     return flat

@@ -26,9 +26,14 @@ def test_csv_has_one_header_and_nested_values_in_columns(capsys: Capture) -> Non
     print_data(ROWS, Format.CSV)
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert rows == [
-        {"name": 'a "b", c', "bytes.host": "1", "bytes.disk": "2", "ids": "[1, 2]"},
-        {"name": "d\ne", "bytes.host": "", "bytes.disk": "", "ids": ""},
+        {"name": 'a "b", c', "bytes.host": "1", "bytes.disk": "2", "ids": "[1, 2]", "more": ""},
+        {"name": "d\ne", "bytes.host": "", "bytes.disk": "", "ids": "", "more": "true"},
     ]
+
+
+def test_csv_of_a_look_has_what_only_its_second_row_has(capsys: Capture) -> None:
+    Lines(Format.CSV).add_look("tiers", [{"name": "device"}, {"name": "disk", "quota_bytes": 5}], time_s=1.5)
+    assert capsys.readouterr().out.splitlines() == ["time_s,name,quota_bytes", "1.5,device,", "1.5,disk,5"]
 
 
 def test_jsonl_is_a_row_a_line_and_json_the_whole_answer(capsys: Capture) -> None:
