@@ -70,7 +70,7 @@ def server_target(server: str | None) -> str:
     """
     if not server:
         return f"unix:{default_socket()}"
-    if server.startswith("unix:"):
+    if server.startswith("unix:") and server != "unix:":
         return server
     if "://" in server:
         raise CliError(ExitCode.USAGE, f"--server {server!r} is a URL: give HOST:PORT, or a socket's path")

@@ -52,9 +52,9 @@ def is_local(target: str) -> bool:
 def _token(path: str | None) -> str | None:
     if not path:
         return None
-    text = _read(path, is_secret=True).decode(errors="replace").strip()
+    text = _read("--token-file", path, is_secret=True).decode(errors="replace").strip()
     if not text.isascii() or not text.isprintable() or " " in text or not text:
-        raise CliError(ExitCode.USAGE, f"{path} holds no token")
+        raise CliError(ExitCode.USAGE, f"--token-file {path}: holds no token")
     return text
 
 
@@ -65,16 +65,17 @@ def _tls(environ: Mapping[str, str]) -> grpc.ChannelCredentials | None:
     if ca is None and cert is None:
         return None
     return grpc.ssl_channel_credentials(
-        root_certificates=None if ca in (None, SYSTEM_CA) else _read(ca),
-        private_key=None if key is None else _read(key, is_secret=True),
-        certificate_chain=None if cert is None else _read(cert),
+        root_certificates=None if ca in (None, SYSTEM_CA) else _read("--tls-ca", ca),
+        private_key=None if key is None else _read("--tls-key", key, is_secret=True),
+        certificate_chain=None if cert is None else _read("--tls-cert", cert),
     )
 
 
-def _read(path: str, *, is_secret: bool = False) -> bytes:
+def _read(flag: str, path: str, *, is_secret: bool = False) -> bytes:
+    """A file, which a flag or its variable names."""
     try:
         if is_secret and stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
-            raise CliError(ExitCode.USAGE, f"{path} is open to other users; chmod 600 it")
+            raise CliError(ExitCode.USAGE, f"{flag} {path}: open to other users; chmod 600 it")
         return Path(path).read_bytes()
     except OSError as error:
-        raise CliError(ExitCode.USAGE, f"{path}: {error.strerror}") from None
+        raise CliError(ExitCode.USAGE, f"{flag} {path}: {error.strerror}") from None

@@ -265,6 +265,7 @@ def test_no_daemon_is_unreachable(capsys: pytest.CaptureFixture[str], tmp_path: 
         ["generate", "a", "--n", "9"],
         ["session", "show"],
         ["status", "--server", "nowhere"],
+        ["status", "--server", "unix:"],
         ["status", "--server", "http://127.0.0.1:7001"],
         ["version", "extra"],
         [],
