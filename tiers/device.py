@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tiers.eviction import LRU, EvictionOrder, Weights
 from tiers.flops import ComputeCost
 from tiers.id_pool import IdPool
-from tiers.keys import Provenance, block_key, root_key, token_bytes
+from tiers.keys import TOKEN_BYTES, Provenance, block_key, root_key, token_bytes
 from tiers.layout import StateLayout
 from tiers.match import Deeper, Match, MatchEnd
 from tiers.meters import EvictionReason, TierMeters
@@ -124,13 +124,14 @@ class DeviceTier:
         end = self.end_of(resume_len, known_len, len(token_ids)) if deeper is None else MatchEnd.BELOW
         return Match(tuple(path[:num_resumed]), resume_len, known_len, end, deeper)
 
-    def grid_keys(self, token_ids: Sequence[int], namespace: str) -> tuple[bytes, ...]:
-        """Block keys at a prompt's grid positions, known or not."""
-        key = self._root_key(namespace)
-        keys: list[bytes] = []
+    def grid_keys(self, token_ids: Sequence[int], namespace: str, path: Sequence[Node]) -> tuple[bytes, ...]:
+        """Block keys at a prompt's grid positions, known or not. `path` is the prompt's up to one of them."""
         per_chunk = self.appraiser.chunk_blocks
-        end = len(token_ids) // self.grid * self.grid
-        for count, tokens in enumerate(self._block_tokens(token_ids, 0, end), 1):
+        keys = [node.key for node in path[per_chunk - 1 :: per_chunk]]
+        key = path[-1].key if path else self._root_key(namespace)
+        start, end = len(path) * self.layout.block_size, len(token_ids) // self.grid * self.grid
+        assert start % self.grid == 0
+        for count, tokens in enumerate(self._block_tokens(token_ids, start, end), 1):
             key = block_key(key, tokens)
             if count % per_chunk == 0:
                 keys.append(key)
@@ -314,9 +315,11 @@ class DeviceTier:
         return root_key(self.fingerprint, Provenance.EXACT, namespace)
 
     def _block_tokens(self, token_ids: Sequence[int], start: int, end: int) -> Iterator[bytes]:
-        size = self.layout.block_size
-        for first in range(start, end, size):
-            yield token_bytes(token_ids[first : first + size])
+        size = self.layout.block_size * TOKEN_BYTES
+        for first in range(start, end, self.grid):  # no more is turned into bytes than a look-up may need
+            packed = token_bytes(token_ids[first : min(first + self.grid, end)])
+            for at in range(0, len(packed), size):
+                yield packed[at : at + size]
 
     def _hold_node(self, resources: Resources, node: Node) -> None:
         self.tree.hold(node)

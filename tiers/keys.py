@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 KEY_BYTES = 32
+TOKEN_BYTES = 4  # of a token id as `token_bytes` packs it
 
 
 class Provenance(StrEnum):
@@ -46,7 +47,7 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32, 4 bytes each: what keys hash and nodes keep for comparison."""
+    """Token ids as little-endian int32: what keys hash and nodes keep for comparison."""
     packed = array("i", token_ids)
-    assert packed.itemsize == 4
+    assert packed.itemsize == TOKEN_BYTES
     return packed.tobytes()

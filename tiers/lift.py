@@ -70,7 +70,7 @@ class Lifter:
             loads.append(load)
         per_job = max(1, JOB_BYTES // self.layout.block_bytes)
         batches = [loads[i : i + per_job] for i in range(0, len(loads), per_job)]
-        lift = Restore(resources, target, tuple(loads), pending=len(batches), began_s=time.perf_counter())
+        lift = Restore(resources, target, loads, pending=len(batches), began_s=time.perf_counter())
         self.in_flight[target] = lift
         for batch in batches:
             self.mover.submit(self._job(lift, batch))

@@ -1,13 +1,14 @@
 """Bringing a prefix back to the device: planned whole, carried out by I/O threads, then taken into the tree.
 
 A restore owns what it needs (the path above, fresh blocks, a slot, the copies it reads) until its last byte has arrived
-or failed, whatever becomes of the requests that wait for it. What has arrived is then cached like any prefix, from the
-first block on, up to the first that failed; a record that failed is quarantined. Only then do the waiting requests look
-again: they find more on the device, or compute.
+or failed, whatever becomes of the requests that wait for it. The first bytes are on their way while the rest is planned,
+and what has arrived is cached like any prefix while the rest is on its way: from the first block on, up to the first
+that is missing. Once nothing is on its way a record that failed is quarantined, and the waiting requests look again:
+they find more on the device, or compute.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiers.device import DeviceTier
@@ -20,10 +21,11 @@ from tiers.resources import Resources
 from tiers.transfer import Fence, Image, Transfer
 from tiers.tree import Node
 
-JOB_BYTES = 64 << 20  # of images read in one job, so that several threads share a restore
+JOB_BYTES = 64 << 20  # of images read from records in one job, so that several threads share a restore
+HOST_JOB_BYTES = 256 << 20  # of images copied from the host in one job; the link is one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
     """One image on its way: from the host's chunks, or else from a record, to a block or a slot of the device."""
 
@@ -45,9 +47,11 @@ class Restore:
 
     resources: Resources
     target: Node
-    loads: tuple[Load, ...]
-    pending: int  # jobs
+    loads: list[Load] = field(default_factory=list[Load])
+    pending: int = 0  # jobs
+    arrived: set[Load] = field(default_factory=set[Load])
     failed: dict[Load, Exception] = field(default_factory=dict[Load, Exception])
+    num_settled: int = 0  # of the loads, in order: they are the tree's, or given up
     host_tokens: int = 0
     disk_tokens: int = 0
     read_bytes: int = 0  # as they lie in their tiers
@@ -112,17 +116,20 @@ class Restorer:
             self.device.hold_path(resources, resident[-1])
         num_blocks, num_slots = self.needs(match)
         blocks = sorted(self.device.take_blocks(resources, num_blocks))  # neighbours are copied together
-        loads = [
-            self._load(resources, node, block, is_state=False) for node, block in zip(missing, blocks, strict=True)
-        ]
+        wanted = [(node, block, False) for node, block in zip(missing, blocks, strict=True)]
         if num_slots:
-            loads.append(self._load(resources, target, self.device.take_slot(resources), is_state=True))
-        restore = Restore(resources, target, tuple(loads), pending=0, began_s=time.perf_counter())
+            wanted.append((target, self.device.take_slot(resources), True))
+        restore = Restore(resources, target, began_s=time.perf_counter())
         self.in_flight[target] = restore
-        self._submit(restore)
+        fence = self.transfer.fence()
+        loads = (self._load(resources, *where) for where in wanted)
+        for batch in self._batches(loads):  # each is on its way before the next one is worked out
+            restore.loads += batch
+            restore.pending += 1
+            self.mover.submit(self._job(restore, batch, fence))
         return restore
 
-    def _load(self, resources: Resources, node: Node, target: int, *, is_state: bool) -> Load:
+    def _load(self, resources: Resources, node: Node, target: int, is_state: bool) -> Load:
         copy, ref = (node.host_state, node.disk_state) if is_state else (node.host_block, node.disk_block)
         if copy is not None:
             assert self.host is not None
@@ -133,23 +140,20 @@ class Restorer:
         kind = RecordKind.CHECKPOINT if is_state else RecordKind.BLOCK
         return Load(node, is_state, target, None, (self.disk.head(node, kind), ref))
 
-    def _submit(self, restore: Restore) -> None:
-        fence = self.transfer.fence()
-        from_host = [load for load in restore.loads if load.chunks is not None]
-        from_disk = [load for load in restore.loads if load.record is not None]
+    def _batches(self, loads: Iterator[Load]) -> Iterator[list[Load]]:
+        """Loads in jobs: neighbours that come from one tier."""
         layout = self.device.layout
-        batches: list[list[Load]] = [from_host] if from_host else []
-        size = JOB_BYTES
-        for load in from_disk:
+        batch: list[Load] = []
+        size = 0
+        for load in loads:
             num_bytes = layout.slot_bytes if load.is_state else layout.block_bytes
-            if size + num_bytes > JOB_BYTES:
-                batches.append([])
-                size = 0
-            batches[-1].append(load)
+            most = JOB_BYTES if load.chunks is None else HOST_JOB_BYTES
+            if batch and (size + num_bytes > most or (load.chunks is None) is not (batch[0].chunks is None)):
+                yield batch
+                batch, size = [], 0
+            batch.append(load)
             size += num_bytes
-        restore.pending = len(batches)
-        for batch in batches:
-            self.mover.submit(self._job(restore, batch, fence))
+        yield batch
 
     def _job(self, restore: Restore, batch: Sequence[Load], fence: Fence) -> Job:
         failures: dict[Load, Exception] = {}
@@ -166,8 +170,10 @@ class Restorer:
 
         def done(error: Exception | None) -> None:
             restore.failed.update(failures if error is None else dict.fromkeys(batch, error))
+            restore.arrived.update(load for load in batch if load not in restore.failed)
             restore.pending -= 1
             self._count(restore, batch, took_s)
+            self._settle_arrived(restore)
             if restore.pending == 0:
                 self._finish(restore)
 
@@ -192,19 +198,15 @@ class Restorer:
         self.transfer.arrived()
         return failures
 
-    def _finish(self, restore: Restore) -> None:
-        """What has arrived becomes the tree's, from the first block on; the rest goes back."""
+    def _settle_arrived(self, restore: Restore) -> None:
+        """What has arrived becomes the tree's, in order, up to the first that has not."""
         device, size = self.device, self.device.layout.block_size
-        is_whole = True
-        for load in restore.loads:
+        for load in restore.loads[restore.num_settled :]:
             node = load.node
-            if load in restore.failed:
-                is_whole = False
-                if load.record is not None:
-                    self.set_aside(node, load.record[1], restore.failed[load])
-            elif not is_whole or node.parent is None:  # unlinked meanwhile: another record of its path was damaged
-                is_whole = False
-            elif load.is_state:
+            if load not in restore.arrived or node.parent is None:  # unlinked: another record of its path was damaged
+                return
+            restore.num_settled += 1
+            if load.is_state:
                 if node.checkpoint is None:
                     device.give_checkpoint(restore.resources, node, load.target)
             elif node.block_id is None:  # else someone computed it meanwhile, and the tree's copy wins
@@ -213,6 +215,12 @@ class Restorer:
                     restore.host_tokens += size
                 else:
                     restore.disk_tokens += size
+
+    def _finish(self, restore: Restore) -> None:
+        """Nothing is on its way any more: what could not be read is set aside, the rest goes back."""
+        for load in restore.loads:
+            if load in restore.failed and load.record is not None:
+                self.set_aside(load.node, load.record[1], restore.failed[load])
         if self.host is not None:
             self.host.stats.hit_tokens += restore.host_tokens
         if self.disk is not None:

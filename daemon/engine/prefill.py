@@ -86,7 +86,7 @@ class Prefill:
         """What history says of a new prompt: how soon it may come back, and which states will be worth keeping."""
         request, device = sequence.request, self.device
         now_s = device.tree.time_s
-        keys = device.grid_keys(request.prompt_ids, request.submit.namespace)
+        keys = device.grid_keys(request.prompt_ids, request.submit.namespace, match.nodes)
         seen = self.cache.history.visit(keys, now_s)
         request.gap_s = seen.gap_s
         if seen.since_s is not None:
