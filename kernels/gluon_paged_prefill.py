@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.launch_table import Tunable, one_bucket
-from kernels.triton_paged_prefill import PrefillPlan
+from kernels.triton_paged_prefill import SPLIT_STEP, PrefillOutput, PrefillPlan
 
 BLOCK = 64  # tokens of a block
 HEAD_DIMS = (64, 128, 256)
+LN2 = gl.constexpr(0.6931471805599453)
 ROWS_PER_TILE = 128  # of a program: two groups of GROUP_ROWS
 GROUP_ROWS = gl.constexpr(64)
 
@@ -53,7 +54,10 @@ def is_fit(device: torch.device, *, block_size: int, head_dim: int) -> bool:
 
 @gluon.jit
 def _bring_blocks(k_bulk, v_bulk, table_ptr, num_tiles, kv_head, k_ring, v_ring, full, empty, STAGES: gl.constexpr):
-    """Copies block after block of keys and values into the rings, as fast as their slots become free."""
+    """Copies block after block of keys and values into the rings, as fast as their slots become free.
+
+    `tile` counts from the first block of this program in all of these functions.
+    """
     for tile in range(num_tiles):
         slot = tile % STAGES
         turn = (tile // STAGES) & 1
@@ -109,10 +113,14 @@ def _fold_block(
 
 @gluon.jit
 def _attend_rows(
-    q_ptr, out_ptr, first, num_rows, position, num_keys, scale, q_row_stride, out_row_stride, q_shared, k_ring, v_ring,
-    full, empty, STAGES: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, Q_SHARED: gl.constexpr,
+    q_ptr, out_ptr, lse_ptr, first, num_rows, position, num_keys, end, scale, q_row_stride, out_row_stride, q_shared,
+    k_ring, v_ring, full, empty, STAGES: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, Q_SHARED: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Rows [first, first + GROUP_ROWS) of a tile of `num_rows` rows, whose first is at `position`."""
+    """Rows [first, first + GROUP_ROWS) of a tile of `num_rows` rows, whose first is at `position`.
+
+    `position`, `num_keys` and the `end` of the split count from the program's first key, as tiles do.
+    """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     read_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -131,12 +139,16 @@ def _attend_rows(
     acc = gl.full([GROUP_ROWS, DIM], 0.0, gl.float32, o_layout)
     # Every row of the tile sees all of the blocks before this one.
     common = (position + 1) // KEYS
+    if SPLIT:
+        common = gl.minimum(common, end // KEYS)  # where it is not the last split, a whole number of blocks
+    else:
+        end = num_keys
     for tile in range(0, common):
         best, total, acc = _fold_block(
             tile, q, k_ring, v_ring, full, empty, position + first, num_keys, scale, best, total, acc,
             False, STAGES, KEYS, DIM, s_layout, o_layout,
         )  # fmt: skip
-    for tile in range(common, (num_keys + KEYS - 1) // KEYS):
+    for tile in range(common, (end + KEYS - 1) // KEYS):
         best, total, acc = _fold_block(
             tile, q, k_ring, v_ring, full, empty, position + first, num_keys, scale, best, total, acc,
             True, STAGES, KEYS, DIM, s_layout, o_layout,
@@ -145,7 +157,11 @@ def _attend_rows(
     out_rows = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, o_layout))
     out_channels = gl.arange(0, DIM, gl.SliceLayout(0, o_layout))
     out_at = out_rows[:, None] * out_row_stride + out_channels[None, :]
-    gl.store(out_ptr + out_at, acc.to(gl.bfloat16), mask=(out_rows < num_rows)[:, None])
+    gl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=(out_rows < num_rows)[:, None])
+    if SPLIT:
+        lse_rows = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
+        lse_at = lse_ptr + lse_rows * (out_row_stride // DIM)
+        gl.store(lse_at, (best + gl.log2(total)) * LN2, mask=lse_rows < num_rows)
 
 
 @gluon.jit
@@ -153,29 +169,38 @@ def _attend_chunk_kernel(
     q_ptr,  # [num_rows, num_heads, DIM]
     k_bulk,  # descriptors of [num_blocks, num_kv_heads, KEYS, DIM]
     v_bulk,
-    tiles_ptr,
+    items_ptr,
     tables_ptr,
-    out_ptr,  # [num_rows, num_heads, DIM]
+    out_ptr,  # [num_rows, num_splits, num_heads, DIM]
+    lse_ptr,  # [num_rows, num_splits, num_heads], written where SPLIT
     scale,
     q_row_stride,
     q_head_stride,
     table_stride,
-    out_row_stride,
+    num_splits,
+    NUM_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     KEYS: gl.constexpr,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
     Q_SHARED: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
-    tile_ptr = tiles_ptr + gl.program_id(0) * 4
+    item_ptr = items_ptr + gl.program_id(0) * 7
     head = gl.program_id(1)
-    table_ptr = tables_ptr + gl.load(tile_ptr).to(gl.int64) * table_stride
-    first_row = gl.load(tile_ptr + 1).to(gl.int64)
-    num_rows = gl.load(tile_ptr + 2)
-    position = gl.load(tile_ptr + 3)
+    begin = gl.load(item_ptr + 4) if SPLIT else 0
+    table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * table_stride + begin // KEYS
+    first_row = gl.load(item_ptr + 1).to(gl.int64)
+    num_rows = gl.load(item_ptr + 2)
+    position = gl.load(item_ptr + 3) - begin
     num_keys = position + num_rows
+    end = gl.load(item_ptr + 5) - begin if SPLIT else num_keys
     q_ptr += first_row * q_row_stride + head * q_head_stride
-    out_ptr += first_row * out_row_stride + head * DIM
+    place = (first_row * num_splits + gl.load(item_ptr + 6)) * NUM_HEADS + head
+    out_ptr += place * DIM
+    out_row_stride = num_splits * NUM_HEADS * DIM
+    if SPLIT:
+        lse_ptr += place
     k_ring = gl.allocate_shared_memory(k_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], k_bulk.layout)
     v_ring = gl.allocate_shared_memory(v_bulk.dtype, [STAGES, 1, 1, KEYS, DIM], v_bulk.layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -189,12 +214,13 @@ def _attend_chunk_kernel(
         mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_attend_rows, (q_ptr, out_ptr, 0, num_rows, position, num_keys, scale, q_row_stride, out_row_stride,
-                            q_shared.index(0), k_ring, v_ring, full, empty, STAGES, KEYS, DIM, Q_SHARED)),
-            (_attend_rows, (q_ptr, out_ptr, GROUP_ROWS, num_rows, position, num_keys, scale, q_row_stride,
-                            out_row_stride, q_shared.index(1), k_ring, v_ring, full, empty, STAGES, KEYS, DIM,
-                            Q_SHARED)),
-            (_bring_blocks, (k_bulk, v_bulk, table_ptr, (num_keys + KEYS - 1) // KEYS, head // GROUP, k_ring, v_ring,
+            (_attend_rows, (q_ptr, out_ptr, lse_ptr, 0, num_rows, position, num_keys, end, scale, q_row_stride,
+                            out_row_stride, q_shared.index(0), k_ring, v_ring, full, empty, STAGES, KEYS, DIM,
+                            Q_SHARED, SPLIT)),
+            (_attend_rows, (q_ptr, out_ptr, lse_ptr, GROUP_ROWS, num_rows, position, num_keys, end, scale,
+                            q_row_stride, out_row_stride, q_shared.index(1), k_ring, v_ring, full, empty, STAGES,
+                            KEYS, DIM, Q_SHARED, SPLIT)),
+            (_bring_blocks, (k_bulk, v_bulk, table_ptr, (end + KEYS - 1) // KEYS, head // GROUP, k_ring, v_ring,
                              full, empty, STAGES)),
         ],
         [4, 1],
@@ -227,32 +253,33 @@ def grouped_prefill(
     assert k_plane.shape[3] == head_dim
     assert num_heads % num_kv_heads == 0, "query heads are a multiple of key heads"
     assert plan.block_tables.stride(1) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert out.shape == q.shape
-    assert out.dtype == q.dtype
-    assert out.is_contiguous()
+    assert SPLIT_STEP % block_size == 0
+    output = PrefillOutput.of(q, plan, out)
     tiles = tiles or GROUPS.look_up(q.device, head_dim=head_dim)
     k_bulk, v_bulk = (_descriptor(plane) for plane in (k_plane, v_plane))
-    _attend_chunk_kernel[(plan.tiles.shape[0], num_heads)](
+    _attend_chunk_kernel[(plan.items.shape[0], num_heads)](
         q,
         k_bulk,
         v_bulk,
-        plan.tiles,
+        plan.items,
         plan.block_tables,
-        out,
+        output.outs,
+        output.lses,
         scale * 1.4426950408889634,
         q.stride(0),
         q.stride(1),
         plan.block_tables.stride(0),
-        out.stride(0),
+        plan.num_splits,
+        NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         KEYS=block_size,
         DIM=head_dim,
         STAGES=tiles.num_stages,
         Q_SHARED=head_dim == 256,
+        SPLIT=output.lses is not None,
         num_warps=4,
     )
-    return out
+    return output.merged()
 
 
 def _descriptor(plane: torch.Tensor) -> TensorDescriptor:

@@ -2,7 +2,11 @@
 
 A program takes a tile of a chunk's rows and one query head, and walks the keys from position 0 in tiles at absolute
 multiples of `keys`, in order, with a running softmax in float32. A row's bytes follow from its query, its position and
-the keys: tiles that it does not see are walked past without touching it. Nothing is split over keys.
+the keys: tiles that it does not see are walked past without touching it.
+
+A chunk of few rows over a long history is a handful of programs that walk for long, with most of a card idle. Its keys
+are split then, and the splits merged in order of position. How many there are follows from the chunk alone, its rows
+and its keys, so that one and the same chunk has the same bytes in any batch.
 """
 
 # What is compiled by Triton has no types.
@@ -18,7 +22,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton_pages import blocks_of, tile_rows
-from kernels.triton_softmax import LOG2E, finish_rows, fold_tile
+from kernels.triton_softmax import LOG2E, finish_rows, fold_tile, merge_partials
+
+SPLIT_STEP = 128  # keys: splits begin at its multiples, and so do blocks and tiles of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +55,100 @@ class ChunkRows:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySplits:
+    """How far the keys of a chunk are split; decides bytes."""
+
+    tiles: int  # of rows times splits, at most: with 16 heads and more that fills a card
+    keys: int  # of a split, at least
+
+    def cut(self, start: int, num_rows: int, rows_per_tile: int) -> tuple[int, int]:
+        """How many splits a chunk at position `start` has, and how many keys each but the last.
+
+        The last one holds every key that some rows see and others do not.
+        """
+        num_keys = start + num_rows
+        most = min(self.tiles // -(-num_rows // rows_per_tile), num_keys // self.keys)
+        for count in range(most, 1, -1):
+            length = -(-num_keys // (count * SPLIT_STEP)) * SPLIT_STEP
+            if (count - 1) * length <= start:
+                return count, length
+        return 1, num_keys
+
+
+KEY_SPLITS = KeySplits(tiles=16, keys=4096)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The row tiles of a batch; made once a step and read by every layer."""
+    """The work of a batch; made once a step and read by every layer."""
 
     block_tables: torch.Tensor
-    tiles: torch.Tensor  # [num_tiles, 4] int32: sequence, first row, number of rows, position of the first row
+    # [num_items, 7] int32: sequence, first row, number of rows, position of the first row, first key, key after the
+    # last, split.
+    items: torch.Tensor
     num_rows: int
     rows_per_tile: int
+    num_splits: int  # of the sequence that has most
 
 
-def plan_prefill(chunks: ChunkRows, seqs: tuple[int, ...], *, block_size: int, rows_per_tile: int) -> PrefillPlan:
+def plan_prefill(
+    chunks: ChunkRows,
+    seqs: tuple[int, ...],
+    *,
+    block_size: int,
+    rows_per_tile: int,
+    key_splits: KeySplits = KEY_SPLITS,
+) -> PrefillPlan:
     """Cuts the rows of some sequences into tiles, those with most keys first so that no long one is left at the end.
 
     Raises AssertionError where a block table does not cover its rows.
     """
     capacity = chunks.block_tables.shape[1] * block_size
     spans = list(pairwise(chunks.cu_rows))
-    tiles: list[tuple[int, int, int, int]] = []
+    items: list[tuple[int, ...]] = []
     for s in seqs:
         (first, last), start = spans[s], chunks.starts[s]
         assert start + last - first <= capacity, "block table does not cover the rows"
+        count, length = key_splits.cut(start, last - first, rows_per_tile)
         for row in range(first, last, rows_per_tile):
-            tiles.append((s, row, min(rows_per_tile, last - row), start + row - first))
-    tiles.sort(key=lambda tile: -tile[3])
-    table = torch.tensor(tiles, dtype=torch.int32).to(chunks.block_tables.device, non_blocking=True)
-    return PrefillPlan(chunks.block_tables, table, chunks.cu_rows[-1], rows_per_tile)
+            num_rows, position = min(rows_per_tile, last - row), start + row - first
+            for split in range(count):
+                end = position + num_rows if split == count - 1 else (split + 1) * length
+                items.append((s, row, num_rows, position, split * length, end, split))
+    items.sort(key=lambda item: item[4] - item[5])
+    table = torch.tensor(items, dtype=torch.int32).to(chunks.block_tables.device, non_blocking=True)
+    num_splits = 1 + max((item[6] for item in items), default=0)
+    return PrefillPlan(chunks.block_tables, table, chunks.cu_rows[-1], rows_per_tile, num_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """Where the programs of a plan write: rows in the end, or the parts that they are merged from."""
+
+    out: torch.Tensor  # [num_rows, num_heads, head_dim]
+    outs: torch.Tensor  # [num_rows, num_splits, num_heads, head_dim] float32; where nothing is split, `out`
+    lses: torch.Tensor | None  # [num_rows, num_splits, num_heads] float32
+
+    @staticmethod
+    def of(q: torch.Tensor, plan: PrefillPlan, out: torch.Tensor | None) -> "PrefillOutput":
+        """For rows `q`, in `out` if there is one."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        assert out.shape == q.shape
+        assert out.dtype == q.dtype
+        assert out.is_contiguous()
+        if plan.num_splits == 1:
+            return PrefillOutput(out, out.unsqueeze(1), None)
+        num_rows, num_heads, head_dim = q.shape
+        shape = (num_rows, plan.num_splits, num_heads)
+        outs = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        # Some sequences may have fewer splits than others.
+        return PrefillOutput(out, outs, torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device))
+
+    def merged(self) -> torch.Tensor:
+        """`out`, with all of its rows."""
+        if self.lses is not None:
+            merge_partials(self.outs, self.lses, self.out, None)
+        return self.out
 
 
 @triton.jit
@@ -83,9 +158,10 @@ def _attend_chunk_kernel(
     v_ptr,  # as k
     k_bulk,  # descriptors of the same as [num_blocks, num_kv_heads, PAGE, HEAD_DIM], or None
     v_bulk,
-    tiles_ptr,
+    items_ptr,
     tables_ptr,
-    out_ptr,  # [num_rows, num_heads, HEAD_DIM]
+    out_ptr,  # [num_rows, num_splits, num_heads, HEAD_DIM]
+    lse_ptr,  # [num_rows, num_splits, num_heads], written where SPLIT
     scale,
     q_row_stride,
     q_head_stride,
@@ -93,7 +169,8 @@ def _attend_chunk_kernel(
     token_stride,
     head_stride,
     table_stride,
-    out_row_stride,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
@@ -101,14 +178,18 @@ def _attend_chunk_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BULK: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    tile_ptr = tiles_ptr + tl.program_id(0) * 4
+    item_ptr = items_ptr + tl.program_id(0) * 7
     head = tl.program_id(1)
     kv_head = head // GROUP
-    table_ptr = tables_ptr + tl.load(tile_ptr).to(tl.int64) * table_stride
-    first_row = tl.load(tile_ptr + 1).to(tl.int64)
-    num_rows = tl.load(tile_ptr + 2)
-    position = tl.load(tile_ptr + 3)
+    table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
+    first_row = tl.load(item_ptr + 1).to(tl.int64)
+    num_rows = tl.load(item_ptr + 2)
+    position = tl.load(item_ptr + 3)
+    begin = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    split = tl.load(item_ptr + 6)
     num_keys = position + num_rows
     rows = tl.arange(0, ROWS)
     channels = tl.arange(0, WIDTH)
@@ -122,11 +203,11 @@ def _attend_chunk_kernel(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
     # Every row of the tile sees all of these keys.
-    common = (position + 1) // KEYS * KEYS
+    common = tl.minimum((position + 1) // KEYS * KEYS, end)
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
-    blocks = blocks_of(table_ptr, 0, num_keys, PAGE, KEYS)
-    for start in range(0, common, KEYS):
+    blocks = blocks_of(table_ptr, begin, num_keys, PAGE, KEYS)
+    for start in range(begin, common, KEYS):
         if BULK:
             place = [blocks.to(tl.int32), kv_head, start % PAGE, 0]
             k = k_bulk.load(place).reshape(KEYS, WIDTH)
@@ -146,7 +227,7 @@ def _attend_chunk_kernel(
 
     # The tiles of the rows themselves.
     positions = position + rows
-    for start in tl.range(common, num_keys, KEYS, num_stages=1):
+    for start in tl.range(common, end, KEYS, num_stages=1):
         keys = start + steps
         # Rows past the end may hold anything, NaN too. Of scores they are masked, but a share of zero does not take NaN
         # away: values there are read as 0.
@@ -168,10 +249,11 @@ def _attend_chunk_kernel(
         blocks = blocks_of(table_ptr, start + KEYS, num_keys, PAGE, KEYS)
         best, total, acc = fold_tile(scores, v, scale, best, total, acc)
 
-    out, _ = finish_rows(best, total, acc)
-    out_ptr += first_row * out_row_stride + head * HEAD_DIM
-    out_at = rows[:, None] * out_row_stride + channels[None, :]
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=held)
+    out, lse = finish_rows(best, total, acc)
+    place = ((first_row + rows) * num_splits + split) * NUM_HEADS + head
+    tl.store(out_ptr + place[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    if SPLIT:
+        tl.store(lse_ptr + place, lse, mask=rows < num_rows)
 
 
 def paged_prefill(
@@ -192,7 +274,8 @@ def paged_prefill(
         v_plane: as k_plane, of the same strides.
         plan: of these rows, with the row tiles of `tiles`.
         scale: positive factor of the scores.
-        out: contiguous [num_rows, num_heads, head_dim]; rows that the plan leaves out stay as they are.
+        out: contiguous [num_rows, num_heads, head_dim]; rows that the plan leaves out stay as they are, or are 0 where
+            it splits keys.
         tiles: how to cut the work; default: what was fastest.
 
     Returns:
@@ -213,22 +296,21 @@ def paged_prefill(
     assert k_plane.stride(3) == 1
     assert num_heads % num_kv_heads == 0, "query heads are a multiple of key heads"
     assert plan.block_tables.stride(1) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert out.shape == q.shape
-    assert out.dtype == q.dtype
-    assert out.is_contiguous()
+    assert plan.num_splits == 1 or SPLIT_STEP % max(block_size, tiles.keys) == 0
+    output = PrefillOutput.of(q, plan, out)
     width = triton.next_power_of_2(head_dim)
     bulk = tiles.bulk_copies and width == head_dim and tiles.keys <= block_size
     k_bulk, v_bulk = (_descriptor(plane, tiles.keys) if bulk else None for plane in (k_plane, v_plane))
-    _attend_chunk_kernel[(plan.tiles.shape[0], num_heads)](
+    _attend_chunk_kernel[(plan.items.shape[0], num_heads)](
         q,
         k_plane,
         v_plane,
         k_bulk,
         v_bulk,
-        plan.tiles,
+        plan.items,
         plan.block_tables,
-        out,
+        output.outs,
+        output.lses,
         scale * LOG2E.value,
         q.stride(0),
         q.stride(1),
@@ -236,7 +318,8 @@ def paged_prefill(
         k_plane.stride(1),
         k_plane.stride(2),
         plan.block_tables.stride(0),
-        out.stride(0),
+        plan.num_splits,
+        NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         WIDTH=width,
@@ -244,10 +327,11 @@ def paged_prefill(
         ROWS=tiles.rows,
         KEYS=tiles.keys,
         BULK=bulk,
+        SPLIT=output.lses is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out
+    return output.merged()
 
 
 def _descriptor(plane: torch.Tensor, keys: int) -> TensorDescriptor:

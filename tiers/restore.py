@@ -1,8 +1,8 @@
 """Bringing a prefix back to the device: planned whole, carried out by I/O threads, then taken into the tree.
 
 A restore owns what it needs (the path above, fresh blocks, a slot, the copies it reads) until its last byte has arrived
-or failed, whatever becomes of the requests that wait for it. The first bytes are on their way while the rest is planned,
-and what has arrived is cached like any prefix while the rest is on its way: from the first block on, up to the first
+or failed, whatever becomes of the requests that wait for it. Its first bytes are on their way while the rest is still
+planned, and what has arrived is cached like any prefix while the rest comes: from the first block on, up to the first
 that is missing. Once nothing is on its way a record that failed is quarantined, and the waiting requests look again:
 they find more on the device, or compute.
 """

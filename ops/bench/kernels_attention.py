@@ -206,6 +206,9 @@ def prefill_rows() -> list[Row]:
         _prefill_row("prefill 4K over 32K", wide, 32_768, 4_096),
         _prefill_row("prefill 16K", deep, 16_384, 16_384),
         _prefill_row("prefill 4K over 32K", deep, 32_768, 4_096),
+        _prefill_row("prefill 64 over 128K", wide, 131_136, 64),
+        _prefill_row("prefill 64 over 128K", deep, 131_136, 64),
+        _prefill_row("prefill 512 over 128K", deep, 131_584, 512),
         _prefill_row("prefill 16K", Shape(32, 8, 64), 16_384, 16_384),
     ]
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kernels.triton_paged_prefill import ChunkRows, PrefillTiles, paged_prefill, plan_prefill
+from kernels.triton_paged_prefill import (
+    KEY_SPLITS,
+    SPLIT_STEP,
+    ChunkRows,
+    KeySplits,
+    PrefillTiles,
+    paged_prefill,
+    plan_prefill,
+)
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, attend_exactly, make_pages, randn, relative_error
 
 BLOCK = 16 if INTERPRETED else 64
@@ -21,14 +29,15 @@ CHUNKS = {
 }
 
 
-def attend(pages, q, lengths, counts, tiles, *, seqs=None, out=None, scale=0.1):
+def attend(pages, q, lengths, counts, tiles, *, seqs=None, out=None, scale=0.1, key_splits=KEY_SPLITS):
     cu_rows = [0]
     for count in counts:
         cu_rows.append(cu_rows[-1] + count)
     starts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
     chunks = ChunkRows(pages.tables, starts, tuple(cu_rows))
     seqs = tuple(range(len(lengths))) if seqs is None else seqs
-    plan = plan_prefill(chunks, seqs, block_size=pages.k_plane.shape[1], rows_per_tile=tiles.rows)
+    page = pages.k_plane.shape[1]
+    plan = plan_prefill(chunks, seqs, block_size=page, rows_per_tile=tiles.rows, key_splits=key_splits)
     return paged_prefill(q, pages.k_plane, pages.v_plane, plan, scale, out=out, tiles=tiles)
 
 
@@ -64,6 +73,19 @@ def test_head_sizes_equal_float64(heads, kv_heads, head_dim):
     assert relative_error(out, expected_rows(pages, q, lengths, counts)) < 4e-3
 
 
+@pytest.mark.parametrize("tiles", [BULK, PLAIN, HALF, WIDE], ids=["bulk", "plain", "half", "wide"])
+def test_split_keys_equal_float64_and_a_chunk_has_its_bytes_beside_any_other(tiles):
+    lengths, counts = [4 * SPLIT_STEP + 7, ROWS + 2, 2 * SPLIT_STEP + 2 * ROWS + 1], [3, ROWS, ROWS + 1]
+    cut = KeySplits(tiles=4, keys=SPLIT_STEP)
+    assert [cut.cut(n - m, m, ROWS)[0] for n, m in zip(lengths, counts, strict=True)] == [3, 1, 2]
+    pages = make_pages(lengths, 1, 32, block_size=BLOCK, dtype=torch.bfloat16, seed=9)
+    q = randn(sum(counts), 2, 32, seed=10)
+    out = attend(pages, q, lengths, counts, tiles, key_splits=cut)
+    assert relative_error(out, expected_rows(pages, q, lengths, counts)) < 4e-3
+    alone = attend(pages, q[: counts[0]], lengths[:1], counts[:1], tiles, key_splits=cut)
+    assert torch.equal(out[: counts[0]], alone)
+
+
 def test_block_ids_neighbours_and_copies_change_no_byte():
     lengths, counts = [2 * ROWS + 1, ROWS + 3], [ROWS + 2, 5]
     pages = make_pages(lengths, 1, 32, block_size=BLOCK, dtype=torch.bfloat16, seed=5)
@@ -84,6 +106,15 @@ def test_rows_outside_the_plan_stay_as_they_are():
     attend(pages, q, lengths, counts, PLAIN, seqs=(1,), out=out)
     assert out[:3].isnan().all()
     assert relative_error(out[3:], expected_rows(pages, q, lengths, counts)[3:]) < 4e-3
+
+
+def test_the_last_split_holds_all_that_only_some_rows_see():
+    for start in range(0, 70_000, 1_013):
+        for num_rows in (1, 64, 129, 700, 1_024, 4_096):
+            count, length = KEY_SPLITS.cut(start, num_rows, 128)
+            assert (count - 1) * length <= start
+            assert count * length >= start + num_rows
+            assert count == 1 or (length % SPLIT_STEP == 0 and count * -(-num_rows // 128) <= KEY_SPLITS.tiles)
 
 
 def test_a_chunk_beyond_its_table_is_refused():

@@ -94,28 +94,34 @@ def test_float8_decode_by_groups_of_warps(heads, kv_heads, head_dim):
 )
 def test_paged_prefill(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
-    chunks = ChunkRows(tables(1, 64), (64,), (0, 1000))
-    plan = plan_prefill(chunks, (0,), block_size=64, rows_per_tile=prefill_tiles(head_dim).rows)
-    with machine_code() as code:
-        paged_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, head_dim**-0.5)
-    kernel = code.of("_attend_chunk_kernel")
-    assert kernel.instructions["HGMMA"]
-    assert not kernel.instructions["HMMA"]
-    assert bool(kernel.instructions["UTMALDG"]) == (head_dim != 80), "whole blocks come by the copy engine"
+    for num_rows in (1000, 40):  # few rows: their keys are split
+        chunks = ChunkRows(tables(1, 256), (15_000,), (0, num_rows))
+        plan = plan_prefill(chunks, (0,), block_size=64, rows_per_tile=prefill_tiles(head_dim).rows)
+        assert (plan.num_splits > 1) == (num_rows == 40)
+        with machine_code() as code:
+            paged_prefill(ids(num_rows, heads, head_dim, dtype=BF16), k, v, plan, head_dim**-0.5)
+        kernel = code.of("_attend_chunk_kernel")
+        assert kernel.instructions["HGMMA"]
+        assert not kernel.instructions["HMMA"]
+        assert bool(kernel.instructions["UTMALDG"]) == (head_dim != 80), "whole blocks come by the copy engine"
 
 
 @pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (9, 3, 64)], 1))
 def test_prefill_by_groups_of_warps(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim) for _ in range(2))
-    plan = plan_prefill(ChunkRows(tables(1, 64), (64,), (0, 1000)), (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
-    # At 256 the two groups hold all they can; what little they put aside did not keep it from 88% of the matrix rate.
-    with machine_code(40 if head_dim == 256 else 0) as code:
-        grouped_prefill(ids(1000, heads, head_dim, dtype=BF16), k, v, plan, 0.1)
-    kernel = code.of("_attend_chunk_kernel")
-    assert kernel.instructions["HGMMA"]
-    assert kernel.instructions["UTMALDG"]
-    assert kernel.instructions["USETMAXREG"], "the copying group gives its registers to the others"
+    for num_rows in (3000, 40):  # few rows: their keys are split
+        chunks = ChunkRows(tables(1, 300), (15_000,), (0, num_rows))
+        plan = plan_prefill(chunks, (0,), block_size=64, rows_per_tile=ROWS_PER_TILE)
+        assert (plan.num_splits > 1) == (num_rows == 40)
+        # At 256 both groups hold all they can; what little they put aside did not keep it from 88% of the matrix rate.
+        most_stack_bytes = (56 if num_rows == 40 else 40) if head_dim == 256 else 0
+        with machine_code(most_stack_bytes) as code:
+            grouped_prefill(ids(num_rows, heads, head_dim, dtype=BF16), k, v, plan, 0.1)
+        kernel = code.of("_attend_chunk_kernel")
+        assert kernel.instructions["HGMMA"]
+        assert kernel.instructions["UTMALDG"]
+        assert kernel.instructions["USETMAXREG"], "the copying group gives its registers to the others"
 
 
 @pytest.mark.parametrize(
