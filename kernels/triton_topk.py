@@ -24,8 +24,8 @@ TILE = 4096  # scores that a program looks at at once, for peaks or for the choi
 PEAKS = 4096  # of a row
 MOST_PEAKS = 8192  # where more than half of PEAKS are wanted
 GROUPS = 256  # of a program that finds peaks
-STEPS = 16  # that a search takes at once
-LENGTHS = 16  # of lists, that a program adds up at once
+STEPS = 4  # bounds that a search tries at once
+LENGTHS = 16  # of lists, that a program asks for at once
 NO_KEY = tl.constexpr(0xFFFFFFFF)
 
 
@@ -143,11 +143,11 @@ def _listed(
     at = steps  # in all lists, each as long as its chunk
     end = 0
     for first in range(0, num_chunks, LENGTHS):
-        chunks = first + tl.arange(0, LENGTHS)
-        lengths = tl.load(lengths_ptr + chunks, mask=chunks < num_chunks, other=CHUNK)
-        ends = end + tl.cumsum(tl.where(chunks < num_chunks, lengths, 0), 0)
-        at += tl.sum(tl.where(steps[:, None] >= ends[None, :], CHUNK - lengths[None, :], 0), 1)
-        end += tl.sum(tl.where(chunks < num_chunks, lengths, 0), 0)
+        for i in tl.static_range(LENGTHS):  # all of them are on their way at once
+            is_list = first + i < num_chunks
+            length = tl.load(lengths_ptr + first + i, mask=is_list, other=0)
+            end += length
+            at += tl.where(is_list & (steps >= end), CHUNK - length, 0)
     held = steps < end
     places = at // CHUNK * CHUNK + tl.load(lists_ptr + at, mask=held, other=0).to(tl.int32)
     keys = _sortable(tl.load(scores_ptr + places, mask=held, other=0.0))
