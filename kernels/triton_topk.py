@@ -18,14 +18,14 @@ import triton.language as tl
 from kernels.triton_chain import chained, follow
 
 LIST_WARPS = 8
-CHOOSE_WARPS = 16
+CHOOSE_WARPS = 8
 CHUNK = 8192  # scores that one program lists; their places in it are int16
 TILE = 4096  # scores that a program looks at at once, for peaks or for the choice
 PEAKS = 4096  # of a row
 MOST_PEAKS = 8192  # where more than half of PEAKS are wanted
 GROUPS = 256  # of a program that finds peaks
-LIST_STEPS, CHOOSE_STEPS = 4, 4  # bounds that a search tries at once
-LENGTHS = 8  # of lists, that a program asks for at once
+STEPS = 4  # bounds that a search tries at once; more do not fit into registers
+LENGTHS = 16  # of lists, that a program asks for at once
 NO_KEY = tl.constexpr(0xFFFFFFFF)
 
 
@@ -233,10 +233,10 @@ def top_keys(scores: torch.Tensor, visible: torch.Tensor, count: int) -> torch.T
     )
     _list_kernel[(num_chunks, num_rows)](
         scores, visible, peaks, lists, lengths, bounds, stride, count,
-        PEAKS=num_peaks, CHUNK=CHUNK, STEPS=LIST_STEPS, num_warps=LIST_WARPS, **chained(),
+        PEAKS=num_peaks, CHUNK=CHUNK, STEPS=STEPS, num_warps=LIST_WARPS, **chained(),
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         scores, visible, lists, lengths, bounds, picks, stride, count, num_chunks,
-        CHUNK=CHUNK, TILE=TILE, STEPS=CHOOSE_STEPS, LENGTHS=LENGTHS, num_warps=CHOOSE_WARPS, **chained(),
+        CHUNK=CHUNK, TILE=TILE, STEPS=STEPS, LENGTHS=LENGTHS, num_warps=CHOOSE_WARPS, **chained(),
     )  # fmt: skip
     return picks
