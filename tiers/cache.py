@@ -167,10 +167,13 @@ class TieredCache:
         if any(node.depth * self.device.layout.block_size <= longest for longest in self.longest_lens):
             self.writedown.offer(node)
 
-    def look_up(self, token_ids: Sequence[int], namespace: str) -> Match:
-        """How much of a prompt is on the device and below. Holds nothing; `last_lookup_s` is what it took."""
+    def look_up(self, token_ids: Sequence[int], namespace: str, known: Node | None = None) -> Match:
+        """How much of a prompt is on the device and below. Holds nothing; `last_lookup_s` is what it took.
+
+        `known`: the last node of the match before this one.
+        """
         began = time.perf_counter()
-        match = self.device.lookup(token_ids, namespace)
+        match = self.device.lookup(token_ids, namespace, known=known)
         self.last_lookup_s = time.perf_counter() - began
         self.lookup_s.observe(self.last_lookup_s)
         return match

@@ -94,16 +94,22 @@ class DeviceTier:
         """Blocks that cover positions [0, num_tokens)."""
         return -(-num_tokens // self.layout.block_size)
 
-    def lookup(self, token_ids: Sequence[int], namespace: str, after: Node | None = None) -> Match:
+    def lookup(
+        self, token_ids: Sequence[int], namespace: str, after: Node | None = None, *, known: Node | None = None
+    ) -> Match:
         """How much of a prompt is here, beyond `after`, whose path it is known to run through.
 
         Holds nothing and refreshes nothing. With slots a prefix is only as long as its deepest checkpoint at a grid
-        position. `nodes` are those beyond `after`, `resume_len` and `known_len` count from the prompt's start.
+        position. `nodes` are those beyond `after`, `resume_len` and `known_len` count from the prompt's start. `known`
+        is the last node of another match of this prompt: as long as the tree has it nothing above it is compared again.
         """
         size = self.layout.block_size
         start = after.depth * size if after is not None else 0
         last = (len(token_ids) - 1) // self.grid * self.grid  # the largest grid position below the end
-        path = self.walk(token_ids, namespace, after)
+        if known is not None and known.parent is not None and after is None:
+            path = known.path() + self.walk(token_ids, namespace, known)
+        else:
+            path = self.walk(token_ids, namespace, after)
         known_len = (start + len(path) * size) // self.grid * self.grid
         num_here = next((i for i, node in enumerate(path) if node.block_id is None), len(path))
 

@@ -36,6 +36,12 @@ class Match:
     deeper: Deeper | None = None  # None where lower tiers add nothing
 
     @property
+    def last(self) -> Node | None:
+        """The deepest node, in whichever tier."""
+        nodes = self.nodes if self.deeper is None else self.deeper.nodes
+        return nodes[-1] if nodes else None
+
+    @property
     def checkpoint(self) -> int | None:
         """Slot id of the state at resume_len, where the model has slots."""
         return self.nodes[-1].checkpoint if self.nodes else None

@@ -105,7 +105,7 @@ class Restorer:
         The caller has checked that the blocks and the slot it `needs` are available.
         """
         assert match.deeper is not None
-        target = match.deeper.nodes[-1]
+        target, began_s = match.deeper.nodes[-1], time.perf_counter()
         if target in self.in_flight:
             return self.in_flight[target]
         self._num_started += 1
@@ -119,7 +119,7 @@ class Restorer:
         wanted = [(node, block, False) for node, block in zip(missing, blocks, strict=True)]
         if num_slots:
             wanted.append((target, self.device.take_slot(resources), True))
-        restore = Restore(resources, target, began_s=time.perf_counter())
+        restore = Restore(resources, target, began_s=began_s)
         self.in_flight[target] = restore
         fence = self.transfer.fence()
         loads = (self._load(resources, *where) for where in wanted)

@@ -21,9 +21,11 @@ from daemon.messages import Rejected, SamplingParams, Started, Submit, ToFront, 
 from kernels.host import ints
 from tiers.files import aligned_buffer
 from tiers.reading import RUN_BYTES
+from tiers.restore import Restore
 from tiers.store import StoreLimits
 
 SUFFIX_TOKENS = 64  # of the prompt, past the last position of the grid
+TURNS = 4  # of the way back
 ROOM = 1.3  # of the lower tier, times the prefix
 
 
@@ -77,28 +79,39 @@ def time_restore(config: Path, tier: str, context_len: int) -> dict[str, object]
             records = sorted((Path(folder) / "tier").rglob("*.seg"))
             way_bytes_per_s = max(_disk_bytes_per_s(records) for _ in range(2))
     layout = engine.device.layout
-    usage = long.usage
+    restored, usage = long.restored, long.restored.usage
     cached = usage.cached_host if tier == "host" else usage.cached_disk
     loaded_bytes = cached * layout.block_bytes // layout.block_size + layout.slot_bytes
-    load_s = sum(load.end_s - load.begin_s for load in usage.loads)
     return {
         "tier": tier,
         "context_tokens": context_len,
         "computed_s": long.computed_s,
-        "restored_s": long.restored_s,
+        "restored_s": restored.seconds,
         "suffix_s": suffix_s,  # of the same prompt with its prefix on the device
         "cached_tokens": cached,
         "loaded_bytes": loaded_bytes,
-        "stored_bytes": long.read_bytes,  # as they lie in the tier, coded on disk
-        "reading_s": long.reading_s,  # of the threads that copied or read, together
-        "load_s": load_s,
-        "loaded_bytes_per_s": loaded_bytes / load_s if load_s else 0.0,
+        "stored_bytes": restored.read_bytes,  # as they lie in the tier, coded on disk
+        "reading_s": restored.reading_s,  # of the threads that copied or read, together
+        "load_s": restored.load_s,  # from the plan to the last byte
+        "waited_s": sum(load.end_s - load.begin_s for load in usage.loads),  # by the prompt, its look-up included
+        "loaded_bytes_per_s": loaded_bytes / restored.load_s,
         "way_bytes_per_s": way_bytes_per_s,  # of the link or the disk, measured in this run
-        "floor_s": long.read_bytes / way_bytes_per_s + suffix_s,
-        "times_faster": long.computed_s / long.restored_s,
-        "tokens_per_s": context_len / long.restored_s,
+        "floor_s": restored.read_bytes / way_bytes_per_s + suffix_s,
+        "times_faster": long.computed_s / restored.seconds,
+        "tokens_per_s": context_len / restored.seconds,
         "gates": [short.gate(), long.gate()],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A prompt whose prefix came back from a lower tier."""
+
+    seconds: float  # from its arrival to its end
+    load_s: float  # of those, from the plan to the last byte
+    read_bytes: int
+    reading_s: float  # of the threads that copied or read, together
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +120,7 @@ class WayBack:
 
     num_tokens: int
     computed_s: float
-    restored_s: float
-    read_bytes: int  # of its restore
-    reading_s: float
-    usage: Usage  # of the restored prompt
+    restored: Restored
     was_loaded: bool  # when the gate had the choice
 
     def gate(self) -> dict[str, object]:
@@ -118,32 +128,41 @@ class WayBack:
         return {
             "tokens": self.num_tokens,
             "computed_s": self.computed_s,
-            "restored_s": self.restored_s,
+            "restored_s": self.restored.seconds,
             "gate_loads": self.was_loaded,
-            "loading_is_faster": self.restored_s < self.computed_s,
+            "loading_is_faster": self.restored.seconds < self.computed_s,
         }
 
 
 def _way_back(engine: Engine, served: Served, name: str, prompts: list[list[int]]) -> WayBack:
-    """Prompts of one length: each computed, the last one brought back too, twice; the fastest count."""
+    """Prompts of one length: each computed, the last one brought back too, four times; the fastest counts."""
     cache, ids = engine.cache, prompts[-1]
     computed_s = min(_serve(engine, f"{name} cold {turn}", prompt) for turn, prompt in enumerate(prompts))
     _settle(engine)
     costs, cache.costs = cache.costs, replace(cache.costs, is_gated=False)
-    ways: list[tuple[float, int, float, Usage]] = []
-    for turn in range(2):
+    ways: list[Restored] = []
+    restores: list[Restore] = []
+    ended = cache.restorer.ended
+
+    def note(restore: Restore) -> None:
+        restores.append(restore)
+        ended(restore)
+
+    cache.restorer.ended = note
+    for turn in range(TURNS):
         engine.device.drop_cache()
         bytes_before, s_before = _read(engine)
-        restored_s = _serve(engine, f"{name} {turn}", ids)
+        seconds = _serve(engine, f"{name} {turn}", ids)
         bytes_after, s_after = _read(engine)
-        ways.append((restored_s, bytes_after - bytes_before, s_after - s_before, served.usage[f"{name} {turn}"]))
+        load_s, read_bytes, reading_s = restores.pop().elapsed_s, bytes_after - bytes_before, s_after - s_before
+        ways.append(Restored(seconds, load_s, read_bytes, reading_s, served.usage[f"{name} {turn}"]))
+    cache.restorer.ended = ended
     cache.costs = costs
     engine.device.drop_cache()
     _serve(engine, f"{name} gated", ids)
     chosen = served.usage[f"{name} gated"]
     was_loaded = chosen.cached_host + chosen.cached_disk > 0
-    restored_s, read_bytes, reading_s, usage = min(ways, key=lambda way: way[0])
-    return WayBack(len(ids) - SUFFIX_TOKENS, computed_s, restored_s, read_bytes, reading_s, usage, was_loaded)
+    return WayBack(len(ids) - SUFFIX_TOKENS, computed_s, min(ways, key=lambda way: way.seconds), was_loaded)
 
 
 def _read(engine: Engine) -> tuple[int, float]:

@@ -331,7 +331,8 @@ class Scheduler:
         Where a lower tier has more of the prompt, its way up is begun instead, once there is room for everything.
         """
         request, device = sequence.request, self.device
-        match = self.cache.look_up(request.prompt_ids, request.submit.namespace)
+        match = self.cache.look_up(request.prompt_ids, request.submit.namespace, request.known)
+        request.known = match.last
         request.lookup_s = self.cache.last_lookup_s
         if self.streaming is not None and self.streaming.wants(request.max_len):
             return self._acquire_streamed(sequence, match, now)

@@ -44,6 +44,7 @@ class Request:
     restored_host: int = 0  # tokens that came from the host tier for this request, and are in cached_len
     restored_disk: int = 0
     loads: list[Loaded] = field(default_factory=list[Loaded])  # from lower tiers, waited for before it was admitted
+    known: Node | None = None  # the last of what its prompt was found to run through
     lookup_s: float = 0.0  # what looking it up took, the last time
     preemptions: int = 0
     warm: Warm | None = None
