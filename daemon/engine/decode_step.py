@@ -12,13 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from daemon.batch import Batch
-from daemon.engine.captured import (
-    CapturedStep,
-    DecodeRow,
-    StepInputs,
-    StepOutput,
-    StepShape,
-)
+from daemon.engine.captured import CapturedStep, DecodeRow, HostSide, StepInputs, StepOutput, StepShape
 from daemon.engine.faults import end_if_sticky
 from daemon.models.base import Model, finish
 from kernels.dispatch import choose_kernels
@@ -26,6 +20,7 @@ from kernels.host import ints
 from tiers.pools import DevicePools
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_ROWS = 4096
 LEAST_BLOCKS = 16  # of a table; longer ones are powers of two
 MOST_REPLAYED_TOKENS = 1 << 24  # rows x tokens that tables cover: beyond it a graph would hold too much scratch
 
@@ -36,8 +31,26 @@ log = logging.getLogger("downcore.engine")
 class Decoded:
     """What a step gave, a row for each sequence."""
 
-    logits: torch.Tensor  # [num_rows, vocab_size] float32, until the next step
+    logits: torch.Tensor  # [num_rows, vocab_size] float32, until the next step is launched
     tokens: tuple[int | None, ...]  # drawn on the device, NOT_FINITE where there was nothing to draw; None: not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given."""
+
+    rows: list[DecodeRow]
+    side: HostSide
+    logits: torch.Tensor
+    event: "torch.cuda.Event | None"  # after its tokens; None where they are there when the launch returns
+
+    def wait(self) -> Decoded:
+        """Returns when its tokens have arrived."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens = ints(self.side.tokens[: len(self.rows)])
+        drawn = tuple(None if row.draw is None else token for row, token in zip(self.rows, tokens, strict=True))
+        return Decoded(self.logits[: len(self.rows)], drawn)
 
 
 @dataclass(slots=True)
@@ -46,6 +59,8 @@ class StepCounts:
 
     replayed: int = 0
     eager: int = 0
+    ahead: int = 0  # of both, those launched before the tokens of the step before were known
+    dropped: int = 0  # rows of those, of sequences that had ended
     captured: int = 0
     failed_captures: int = 0
 
@@ -67,24 +82,30 @@ class DecodeStep:
         self._inputs: dict[StepShape, StepInputs] = {}
         self._graphs: dict[StepShape, CapturedStep | None] = {}
         self._memory: object = None  # the graphs' scratch, from the first one on
+        self._last = torch.zeros(MOST_ROWS, dtype=torch.int64, device=pools.blocks.device)  # the last step's tokens
 
-    def run(self, rows: list[DecodeRow]) -> Decoded:
-        """One row of each sequence; returns when the tokens have arrived."""
+    def launch(self, rows: list[DecodeRow]) -> Launched:
+        """One row of each sequence. At most one step before it is still under way."""
         shape = shape_of(rows, self.pools.layout.block_size)
         graph = self._graph(shape)
         inputs = self._inputs_of(shape)
-        inputs.fill(rows)
+        side = inputs.load(rows)
         if graph is not None:
             output = graph.replay()
             self.counts.replayed += 1
         else:
             output = self._compute(inputs, inputs.exact_batch(rows))
             self.counts.eager += 1
+        side.tokens.copy_(output.tokens, non_blocking=True)
+        event = None
         if self.pools.blocks.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        tokens = ints(inputs.tokens[: len(rows)])
-        drawn = tuple(None if row.draw is None else token for row, token in zip(rows, tokens, strict=True))
-        return Decoded(output.logits[: len(rows)], drawn)
+            event = torch.cuda.Event()
+            event.record()
+        return Launched(rows, side, output.logits, event)
+
+    def run(self, rows: list[DecodeRow]) -> Decoded:
+        """The same; returns when the tokens have arrived."""
+        return self.launch(rows).wait()
 
     def graphs(self) -> list[CapturedStep]:
         """Those that were captured."""
@@ -109,7 +130,7 @@ class DecodeStep:
         inputs, graph = self._inputs_of(shape), self._graph(shape)
         num_own = min(shape.num_rows, self.pools.num_slots - 1)
         slots = self.pools.slots[: num_own + 1]
-        inputs.fill([DecodeRow(0, 0, [0], 1 + r, None) for r in range(num_own)])
+        inputs.load([DecodeRow(0, 0, [0], 1 + r, None) for r in range(num_own)])
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run in (lambda: self._compute(inputs, inputs.batch), *(() if graph is None else (graph.replay,))):
             slots.zero_()
@@ -118,7 +139,6 @@ class DecodeStep:
         is_finite = bool(found[0][0].isfinite().all())
         is_equal = all(torch.equal(*both) for both in zip(found[0], found[-1], strict=True))
         slots.zero_()
-        inputs.fill([])  # no step reads them any more: what is equal has been waited for
         if not is_finite:
             raise CanaryError("a step over padding gives logits that are not finite")
         if not is_equal:
@@ -134,7 +154,9 @@ class DecodeStep:
         if not self.captures or shape.num_rows * shape.num_blocks * self.pools.layout.block_size > MOST_REPLAYED_TOKENS:
             return None
         if shape not in self._graphs:
+            last = self._last.clone()
             self._graphs[shape] = self._capture(shape)
+            self._last.copy_(last)  # a capture computes with padding
         return self._graphs[shape]
 
     def _capture(self, shape: StepShape) -> CapturedStep | None:
@@ -154,10 +176,10 @@ class DecodeStep:
         return graph
 
     def _compute(self, inputs: StepInputs, batch: Batch) -> StepOutput:
-        inputs.load()
+        inputs.follow(self._last)
         logits = finish(self.model.forward(batch, self.pools))
         tokens = self._forms.draw(logits, inputs.sampling())
-        inputs.tokens.copy_(tokens, non_blocking=True)
+        self._last[: inputs.shape.num_rows].copy_(tokens)
         return StepOutput(logits, tokens)
 
 

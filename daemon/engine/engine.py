@@ -16,6 +16,7 @@ from daemon.config import EngineConfig
 from daemon.engine.answers import answer
 from daemon.engine.decode_step import Decoded
 from daemon.engine.faults import end_if_sticky
+from daemon.engine.flight import Flights
 from daemon.engine.grammar_builder import GrammarBuilder
 from daemon.engine.prefill import Prefill
 from daemon.engine.questions import Question, Questions
@@ -97,6 +98,7 @@ class Engine:
         self.questions = Questions(self.prefixes, quotas, self.rate, send)
         self.warming = Warming(cache, self.prefixes, quotas.pin_refusal, send)
         self.sampler = Sampler(model.facts.eos_token_ids)
+        self.flights = Flights(self.runner, self.sampler, self.scheduler)
         load = partial(load_tokenizer, Path(config.model_path), model.facts.eos_token_ids)
         self.grammars = GrammarBuilder(load, cache.mover.wake)
         self.send = send
@@ -118,6 +120,10 @@ class Engine:
 
     def step(self) -> None:
         """One turn: decode rows for everyone past the prompt, then a slice of one prompt's chunk."""
+        landed = self.flights.land()
+        if landed is not None:
+            self._commit_decode(landed.sequences, landed.decoded)
+            self.flights.settle()
         now = self.clock()
         unix_s = self.unix_clock()
         is_busy = bool(self.scheduler.running) and not self.warming.writing and not self.questions.flushes
@@ -129,7 +135,8 @@ class Engine:
             if admitted.match is not None and admitted.sequence.is_running:  # not if a choice before it ended both
                 self._begin(admitted.sequence, admitted.match, now)
         self._refuse_stuck()
-        plan, preempted = self.scheduler.plan(self.prefill.chunk.sequence if self.prefill.chunk else None)
+        chunk = self.prefill.chunk
+        plan, preempted = self.scheduler.plan(chunk.sequence if chunk else None, decodes=not self.flights.is_flying)
         for sequence in preempted:
             log.info("preempted %s after %d tokens", sequence.id, len(sequence.token_ids))
         if plan.decode:
@@ -220,7 +227,7 @@ class Engine:
     def has_work(self) -> bool:
         """A step would do something, or somebody waits for what transfers lead to."""
         is_awaited = bool(self.warming.writing) or self.questions.is_awaited
-        return not self.is_idle or not self.cache.is_settled or is_awaited
+        return not self.is_idle or self.flights.is_flying or not self.cache.is_settled or is_awaited
 
     def keep_time(self) -> None:
         """Ends what has a time to end. Called now and then, also while nothing else happens."""
@@ -228,6 +235,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends all transfers. What the lower tiers have committed stays; nothing is computed after this."""
+        self.flights.close()
         self.questions.close()
         self.grammars.close()
         self.cache.close()
@@ -255,8 +263,11 @@ class Engine:
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:
         """One row each. Where the host cannot fetch what the rows need, each runs alone, and fails alone."""
+        if self.flights.takes:
+            self.flights.start(sequences)
+            return
         try:
-            decoded = self.runner.decode(sequences, self.sampler.draw_of)
+            decoded = self.runner.decode(sequences)
         except HostStageError as error:
             if len(sequences) == 1:
                 log.error("a row of %s cannot be computed: %s", sequences[0].id, error)
@@ -320,9 +331,11 @@ class Engine:
                 self._finish(sequence, request.unwanted[sequence.index], num_tokens=0)
 
     def _commit_decode(self, sequences: tuple[Sequence, ...], decoded: Decoded) -> None:
-        """Each row is computed; those that caught up draw a token, those that replay go on."""
+        """Each row is computed; those that caught up draw a token, those that replay go on. Who has ended is past."""
         rows: list[int] = []
         for row, sequence in enumerate(sequences):
+            if not sequence.is_running:
+                continue
             sequence.computed_len += 1
             if sequence.computed_len == len(sequence.token_ids):
                 rows.append(row)

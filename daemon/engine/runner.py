@@ -13,8 +13,8 @@ from typing import cast
 import torch
 
 from daemon.batch import Batch, SequenceRows, make_batch
-from daemon.engine.captured import DecodeRow, Draw
-from daemon.engine.decode_step import CanaryError, Decoded, DecodeStep, takes
+from daemon.engine.captured import LAST, DecodeRow, Draw
+from daemon.engine.decode_step import CanaryError, Decoded, DecodeStep, Launched, takes
 from daemon.engine.sequence import Sequence
 from daemon.layers.steps import HostStageError
 from daemon.models.base import HostStaged, Model, Steps, finish
@@ -73,10 +73,19 @@ class Runner:
         if self.step is not None:
             self.step.prepare(max_rows)
 
-    def decode(self, sequences: tuple[Sequence, ...], draw_of: Callable[[Sequence], Draw | None]) -> Decoded:
-        """One row of each sequence. `draw_of` says how its token is drawn on the device, or that the host draws it."""
-        if self.step is not None:
-            return self.step.run([_decode_row(sequence, draw_of(sequence)) for sequence in sequences])
+    def launch(self, sequences: tuple[Sequence, ...], draws: list[Draw | None], *, ahead: bool = False) -> Launched:
+        """One row of each sequence. Those of a step `ahead` of the host follow the tokens that it does not know yet.
+
+        `draws` say how each token is drawn on the device, or that the host draws it.
+        """
+        assert self.step is not None
+        self.step.counts.ahead += ahead
+        return self.step.launch(
+            [_decode_row(sequence, draw, ahead=ahead) for sequence, draw in zip(sequences, draws, strict=True)]
+        )
+
+    def decode(self, sequences: tuple[Sequence, ...]) -> Decoded:
+        """One row of each sequence, for a model whose steps the device cannot run by itself."""
         return Decoded(self._decode(sequences), (None,) * len(sequences))
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> torch.Tensor:
@@ -170,8 +179,10 @@ def _then(forward: Steps, end: Callable[[], None]) -> Steps:
     return logits
 
 
-def _decode_row(sequence: Sequence, draw: Draw | None) -> DecodeRow:
+def _decode_row(sequence: Sequence, draw: Draw | None, *, ahead: bool) -> DecodeRow:
     position = sequence.computed_len
+    if ahead:
+        return DecodeRow(LAST, position + 1, sequence.block_table, _slot_of(sequence), draw)
     return DecodeRow(sequence.token_ids[position], position, sequence.block_table, _slot_of(sequence), draw)
 
 

@@ -67,14 +67,14 @@ class Sampler:
                 drawn.append(self._sample_row(masked.logits[row], sequence, best[row]))
         return drawn
 
-    def draw_of(self, sequence: Sequence) -> Draw | None:
-        """How a row is drawn where its logits are; None where the host must see them."""
+    def draw_of(self, sequence: Sequence, ahead: int = 0) -> Draw | None:
+        """How the row so many tokens `ahead` is drawn where its logits are; None where the host must see them."""
         params = sequence.request.submit.sampling
         penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         is_plain = penalties.is_neutral and not params.logit_bias and not params.logprobs and params.typical_p == 1.0
-        if not is_plain or _has_grammar(sequence) or self._held_back(sequence):
+        if not is_plain or _has_grammar(sequence) or self._held_back(sequence, ahead):
             return None
-        number = 0.5 if params.temperature == 0.0 else _number(sequence)
+        number = 0.5 if params.temperature == 0.0 else _number(sequence, ahead)
         return Draw(params.temperature, params.top_k, params.top_p, params.min_p, number)
 
     def sample_decoded(self, decoded: Decoded, rows: list[int], sequences: list[Sequence]) -> list[Drawn]:
@@ -137,17 +137,17 @@ class Sampler:
                 row[ids] = ends
         return row
 
-    def _held_back(self, sequence: Sequence) -> set[int]:
+    def _held_back(self, sequence: Sequence, ahead: int = 0) -> set[int]:
         """Tokens that must not come now: all ends before min_tokens, and in a grammar an end token that is ignored."""
         submit = sequence.request.submit
-        if submit.min_tokens > sequence.num_generated:
+        if submit.min_tokens > sequence.num_generated + ahead:
             return {*self.eos_token_ids, *submit.stop_token_ids}
         return set(self.eos_token_ids).difference(submit.stop_token_ids) if _has_grammar(sequence) else set()
 
 
-def _number(sequence: Sequence) -> float:
+def _number(sequence: Sequence, ahead: int = 0) -> float:
     seed = sequence.request.submit.sampling.seed
-    return uniform((seed + sequence.index) % (1 << 64), sequence.num_generated)
+    return uniform((seed + sequence.index) % (1 << 64), sequence.num_generated + ahead)
 
 
 def _has_grammar(sequence: Sequence) -> bool:

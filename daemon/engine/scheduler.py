@@ -142,11 +142,17 @@ class Scheduler:
             return next((s for s in self.running if s.stream and s.stream.is_stuck and not self._can_run(s)), None)
         return self.waiting[0]
 
-    def plan(self, in_flight: Sequence | None) -> tuple[Plan, list[Sequence]]:
+    def decoding(self) -> list[Sequence]:
+        """Those past their prompt whose rows are computed together, oldest first."""
+        past = (s for s in self.running if s.is_running and not s.in_prompt and s.stream is None)
+        return sorted(past, key=lambda s: s.rank)
+
+    def plan(self, in_flight: Sequence | None, *, decodes: bool = True) -> tuple[Plan, list[Sequence]]:
         """The next step, and the sequences preempted to make room for it.
 
         Args:
             in_flight: the sequence whose chunk is paused between layers; it keeps its turn.
+            decodes: False where a step of decode rows is under way.
         """
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
@@ -155,9 +161,8 @@ class Scheduler:
             for sequence in self.streaming.lost(self.running):
                 self.preempt(sequence)
                 preempted.append(sequence)
-        for sequence in sorted(self.running, key=lambda s: s.rank):
-            is_row = sequence.is_running and not sequence.in_prompt and sequence.stream is None
-            if is_row and self._has_room(sequence, preempted):
+        for sequence in self.decoding() if decodes else ():
+            if sequence.is_running and self._has_room(sequence, preempted):  # not if an older one took its room
                 decode.append(sequence)
         if in_flight is None or not in_flight.is_running:
             in_flight = self.turns.next([sequence for sequence in self.running if self._can_run(sequence)])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from daemon.config import EngineConfig
+from daemon.engine.decode_step import DecodeStep
 from daemon.engine.engine import Engine
 from daemon.engine.sequence import Sequence as EngineSequence
 from daemon.engine.tiers import make_cache, make_device
@@ -98,7 +99,12 @@ class EqualTurns(Turns):
 
 
 class Harness:
-    """Runs the real engine; after every step checks the books, poisons what is free and guards what is shared."""
+    """Runs the real engine; after every step checks the books, poisons what is free and guards what is shared.
+
+    Where it `flies`, decode steps are those of an accelerator, one ahead of the host.
+    """
+
+    flies = False
 
     def __init__(
         self,
@@ -154,6 +160,8 @@ class Harness:
             clock=lambda: self.now,
             unix_clock=lambda: 1e9 + self.now,
         )
+        if self.flies:
+            self.engine.runner.step = DecodeStep(self.model, self.pools, captures=False)
         self.engine.scheduler.turns = EqualTurns()
         self._shared: dict[bytes, tuple[int, bytes]] = {}  # key of a published block: its id and bytes then
 

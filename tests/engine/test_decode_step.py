@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from daemon.batch import SequenceRows, make_batch
-from daemon.engine.captured import DecodeRow, Draw, StepInputs, StepShape
+from daemon.engine.captured import LAST, DecodeRow, Draw, StepInputs, StepShape
 from daemon.engine.decode_step import LEAST_BLOCKS, CanaryError, DecodeStep, bucket_rows, shape_of
 from daemon.models.base import BuildOptions, Model, finish
 from daemon.models.load import build_dummy
@@ -78,12 +78,11 @@ def test_a_row_without_numbers_says_so_and_harms_no_other(model: Model) -> None:
     assert got.tokens[0] == int(got.logits[0].argmax())
 
 
-def test_inputs_hold_the_rows_of_the_last_fill_and_padding_after_them() -> None:
+def test_inputs_hold_the_rows_that_were_loaded_last_and_padding_after_them() -> None:
     inputs = StepInputs(StepShape(4, LEAST_BLOCKS), BLOCK, CPU)
     for tables in ([[5, 6, 7], [8, 9]], [[5, 6, 7, 11]], [[5, 4, 7], [2], [3, 1]], [[5], [8, 9]]):
         rows = [DecodeRow(20 + r, 4 * len(t) - 1, t, 30 + r, WARM) for r, t in enumerate(tables)]
-        inputs.fill(rows)
-        inputs.load()
+        inputs.load(rows)
         batch, missing = inputs.batch, 4 - len(rows)
         assert batch.token_ids.tolist() == [20 + r for r in range(len(rows))] + [0] * missing
         assert batch.positions.tolist() == [4 * len(t) - 1 for t in tables] + [0] * missing
@@ -100,7 +99,36 @@ def test_shapes_have_room_for_rows_and_tables() -> None:
     rows = [DecodeRow(0, 4 * LEAST_BLOCKS, list(range(LEAST_BLOCKS + 1)), 2, None)] * 3
     assert shape_of(rows, 4) == StepShape(4, 2 * LEAST_BLOCKS)
     with pytest.raises(AssertionError, match="no room"):
-        StepInputs(StepShape(1, LEAST_BLOCKS), 4, CPU).fill([DecodeRow(0, 12, [1, 2, 3], 2, None)])
+        StepInputs(StepShape(1, LEAST_BLOCKS), 4, CPU).load([DecodeRow(0, 12, [1, 2, 3], 2, None)])
+
+
+def test_a_step_follows_the_tokens_of_the_one_before_it_that_the_host_has_not_seen(model: Model) -> None:
+    """Also where a shape that was not there before is prepared between the two, and where rows are drawn by chance."""
+    lengths, warm = (9, 4), Draw(temperature=1.0, number=0.37)
+    tables = [list(range(5, 5 + LEAST_BLOCKS)), list(range(30, 33))]
+    pools = [DevicePools(model.layout(BLOCK), 64, 6, CPU) for _ in range(2)]
+    steps = [DecodeStep(model, pools[0], captures=True), DecodeStep(model, pools[1], captures=False)]
+    for pool in pools:
+        for s, length in enumerate(lengths):
+            rows = SequenceRows([(7 * s + t) % 100 + 3 for t in range(length)], 0, tables[s], 2 + s, 2 + s)
+            finish(model.forward(make_batch([rows], BLOCK, CPU), pool))
+
+    def rows_of(ids: tuple[int, int], turn: int, table: list[int]) -> list[DecodeRow]:
+        both = zip(ids, lengths, (table, tables[1]), strict=True)
+        return [DecodeRow(id_, n + turn, t, 2 + s, (GREEDY, warm)[s]) for s, (id_, n, t) in enumerate(both)]
+
+    longer = [*tables[0], 40]  # of a shape of its own
+    first = steps[0].launch(rows_of((11, 12), 0, tables[0]))
+    second = steps[0].launch(rows_of((LAST, LAST), 1, longer))
+    known = steps[1].run(rows_of((11, 12), 0, tables[0])).tokens
+    assert first.wait().tokens == known
+    assert known[0] is not None
+    assert known[1] is not None
+    want = steps[1].run(rows_of((known[0], known[1]), 1, longer))
+    got = second.wait()
+    assert got.tokens == want.tokens
+    assert torch.equal(got.logits, want.logits)
+    assert torch.equal(pools[0].slots[2:4], pools[1].slots[2:4])
 
 
 def test_a_canary_that_gives_no_numbers_stops_the_start(model: Model) -> None:
