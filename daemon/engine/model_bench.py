@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from daemon.batch import SequenceRows, make_batch
-from daemon.engine.captured import DecodeRow, Draw
-from daemon.engine.decode_step import DecodeStep, takes
+from daemon.engine.captured import LAST, DecodeRow, Draw
+from daemon.engine.decode_step import DecodeStep, Launched, takes
 from daemon.engine.restore_bench import time_restore
 from daemon.engine.stream_bench import time_stream
 from daemon.layers.parameters import Parameters
@@ -142,23 +143,32 @@ def time_decode(built: Built, num_rows: int, context_len: int, *, captures: bool
     order = ints(torch.randperm(num_rows * per_row) + 1)
     tables = [order[r * per_row : (r + 1) * per_row] for r in range(num_rows)]
     step = DecodeStep(model, pools, captures=captures)
-    tokens = _random_ids(model, num_rows)
-    number = 0
+    ids = _random_ids(model, num_rows)
+    position = context_len
 
-    def turn() -> None:
-        nonlocal tokens, number
-        position = context_len + number
-        number += 1
-        decoded = step.run([DecodeRow(tokens[r], position, tables[r], 2 + r, Draw()) for r in range(num_rows)])
-        tokens = [max(0, token or 0) for token in decoded.tokens]
+    def launch(token_ids: list[int]) -> Launched:
+        nonlocal position
+        rows = [DecodeRow(token_ids[r], position, tables[r], 2 + r, Draw()) for r in range(num_rows)]
+        position += 1
+        return step.launch(rows)
 
     for _ in range(3):
-        turn()
-    walls = _seconds(turn, NUM_STEPS)
+        launch(ids).wait()
+    alone = _seconds(lambda: launch(ids).wait(), NUM_STEPS // 3)
+    # As the engine runs them: one ahead of the host.
+    flying, ends = launch(ids), list[float]()
+    for _ in range(NUM_STEPS):
+        following = launch([LAST] * num_rows)
+        flying.wait()
+        ends.append(time.perf_counter())
+        flying = following
+    flying.wait()
+    walls = [end - begin for begin, end in pairwise(ends)]
     record: dict[str, object] = {
         "num_rows": num_rows,
         "context_tokens": context_len,
         "step_ms": 1e3 * median(walls),
+        "alone_ms": 1e3 * median(alone),  # of a step that the host must see before the next
         "counts": {"replayed": step.counts.replayed, "eager": step.counts.eager},
         "tokens_per_s": num_rows / median(walls),
     }

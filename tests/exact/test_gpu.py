@@ -1,8 +1,10 @@
 """Exactness on an accelerator: of the cache over all tiers, and of replayed decode steps."""
 
+import hashlib
 import json
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,15 @@ import torch
 
 from daemon.batch import SequenceRows, make_batch
 from daemon.config import EngineConfig
-from daemon.engine.captured import DecodeRow, Draw
-from daemon.engine.decode_step import DecodeStep
+from daemon.engine.captured import LAST, DecodeRow, Draw
+from daemon.engine.decode_step import DecodeStep, Launched
+from daemon.engine.flight import Flights
+from daemon.messages import Abort, SamplingParams, Submit
 from daemon.models.base import finish
 from daemon.models.load import load_model
 from ops.models.shipped import TINY_HYBRID
 from tests.exact.longctx import LongProbe
+from tests.exact.probe import Probe
 from tests.exact.test_exact import GRID, Step, assert_same_bytes, random_ids, run_process
 from tiers.pools import DevicePools
 
@@ -87,6 +92,74 @@ def test_replayed_steps_have_the_bytes_of_eager_ones_and_replays_happened() -> N
             assert torch.equal(replayed, eager)
 
 
+def test_steps_ahead_of_the_host_have_the_bytes_of_steps_whose_tokens_it_knows() -> None:
+    """Over a change of the table's length, whose graph is captured while a step is under way."""
+    lengths, texts = [1010, 37], [random_ids(1010, 50 + s, 8_000) for s in range(2)]
+    config = EngineConfig(str(TINY_HYBRID), device="cuda", grid=GRID)
+    with torch.inference_mode():
+        model = load_model(config, lambda _done, _total: None).model
+        tables = [[1 + 40 * s + b for b in range(40)] for s in range(2)]
+        seen: list[list[object]] = []
+        for is_ahead in (True, False):
+            pools = DevicePools(model.layout(64), 128, 8, model.facts.device)
+            for s, length in enumerate(lengths):
+                rows = SequenceRows(texts[s][:length], 0, tables[s], 2 + s, 2 + s)
+                finish(model.forward(make_batch([rows], 64, model.facts.device), pools))
+            step = DecodeStep(model, pools, captures=True)
+            tokens: list[tuple[int | None, ...]] = [(11, 12)]
+            flying: Launched | None = None
+            for t in range(40):
+                draws = Draw(), Draw(temperature=0.9, number=(t + 0.5) / 40)
+                ids = [LAST, LAST] if is_ahead and t else [token or 0 for token in tokens[-1]]
+                ends = [length + t for length in lengths]
+                launched = step.launch(
+                    [DecodeRow(ids[s], ends[s], tables[s][: ends[s] // 64 + 1], 2 + s, draws[s]) for s in range(2)]
+                )
+                if not is_ahead:
+                    tokens.append(launched.wait().tokens)
+                elif flying is not None:
+                    tokens.append(flying.wait().tokens)
+                flying = launched
+            if is_ahead and flying is not None:
+                tokens.append(flying.wait().tokens)
+            assert step.counts.replayed == 40
+            assert step.counts.captured == 2
+            seen.append([tokens, _digest(pools.slots[2:4]), _digest(pools.blocks[1:])])
+        assert seen[0] == seen[1]
+
+
+def test_an_engine_whose_steps_fly_answers_as_one_that_waits_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, so that batches are the same; and at once after one that was cut off, in what that one held."""
+    config = EngineConfig(str(TINY_HYBRID), device="cuda", grid=GRID, max_sequences=1)
+    prompts = [random_ids(length, 80 + length, 8_000) for length in (300, 1023, 1500)]
+    answers: list[list[tuple[int, ...]]] = []
+    for flies in (True, False):
+        if not flies:
+            monkeypatch.setattr(Flights, "_ahead", lambda self, flying: None)
+        probe = Probe(config)
+        step = probe.engine.runner.step
+        assert step is not None
+        answers.append([probe.run(prompt, 50).answer for prompt in prompts])
+        params = SamplingParams(seed=0, temperature=0.0)
+        cut = Submit("cut", array("i", random_ids(700, 99, 8_000)).tobytes(), 1, 400, 0, (), params, "")
+        probe.begin("cut")
+        probe.engine.handle(cut)
+        with torch.inference_mode():
+            for _ in range(12):
+                probe.engine.step()
+        probe.engine.handle(Abort("cut"))
+        probe.forget()
+        answers[-1] += [probe.run(prompt, 50).answer for prompt in prompts]
+        assert (step.counts.ahead > 100) == flies
+        probe.engine.close()
+    assert answers[0] == answers[1]
+    assert answers[0][:3] == answers[0][3:]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data).hexdigest()
+
+
 @pytest.mark.parametrize("tier", ["host", "spill"])
 def test_a_sequence_larger_than_the_device_has_the_bytes_of_a_resident_one(tier: str, tmp_path: Path) -> None:
     """Of the draw after its prompt: logits, every plane wherever its blocks are, every slot. Its tokens follow."""
@@ -139,6 +212,7 @@ from daemon.messages import Query, QueryKind
 from ops.models.shipped import TINY_HYBRID
 from tests.exact.probe import Probe
 from tests.exact.longctx import LongProbe
+from tests.exact.probe import Probe
 from tests.exact.test_exact import random_ids
 
 probe = Probe(EngineConfig(str(TINY_HYBRID), device="cuda", host_bytes=1 << 28, pool_bytes=1 << 29, max_sequences=64))
