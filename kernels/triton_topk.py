@@ -18,14 +18,12 @@ import triton.language as tl
 from kernels.triton_chain import chained, follow
 
 LIST_WARPS = 8
-CHOOSE_WARPS = 8
+CHOOSE_WARPS = 16
 CHUNK = 8192  # scores that one program lists; their places in it are int16
 TILE = 4096  # scores that a program looks at at once, for peaks or for the choice
 PEAKS = 4096  # of a row
 MOST_PEAKS = 8192  # where more than half of PEAKS are wanted
 GROUPS = 256  # of a program that finds peaks
-STEPS = 4  # bounds that a search tries at once; more do not fit into registers
-LENGTHS = 16  # of lists, that a program asks for at once
 NO_KEY = tl.constexpr(0xFFFFFFFF)
 
 
@@ -38,44 +36,42 @@ def _sortable(scores):
 
 
 @triton.jit
-def _steps_between(low, high, STEPS: tl.constexpr):
-    """Keys that cut what is between two into as many pieces, all of them below `high`, the last above `low`."""
-    cuts = tl.arange(0, STEPS) + 1
-    return low + ((high - low).to(tl.uint64) * cuts // (STEPS + 1)).to(tl.uint32)
+def _reaching(keys, bound):
+    """How many keys are at least `bound`."""
+    return tl.sum((keys >= bound).to(tl.int32), 0)
 
 
 @triton.jit
-def _reaching(keys, bounds):
-    """How many keys are at least each of the bounds."""
-    return tl.sum((keys[:, None] >= bounds[None, :]).to(tl.int32), 0)
+def _middle(low, high, num_low, num_high, wanted, turn):
+    """A key between two: where `wanted` would be reached if keys lay evenly, and every third time halfway."""
+    width = high - low
+    share = (num_low - wanted).to(tl.float32) / (num_low - num_high).to(tl.float32)
+    offset = (width.to(tl.float32) * tl.where(turn % 3 == 2, 0.5, share)).to(tl.uint32)
+    return low + tl.minimum(tl.maximum(offset, 1), width - 1)
 
 
 @triton.jit
-def _narrowed(bounds, reaching, low, high, num_low, num_high, wanted):
-    """Between which of the bounds `wanted` is: `num_low` keys reach `low`, enough, and `num_high` reach `high`."""
-    enough = reaching >= wanted
-    low = tl.max(tl.where(enough, bounds, low), 0)
-    num_low = tl.min(tl.where(enough, reaching, num_low), 0)
-    high = tl.min(tl.where(enough, high, bounds), 0)
-    num_high = tl.max(tl.where(enough, num_high, reaching), 0)
-    return low, high, num_low, num_high
-
-
-@triton.jit
-def _bound(peaks, wanted, STEPS: tl.constexpr):
+def _bound(peaks, wanted):
     """A key that `wanted` peaks reach and hardly more, or 1 where there are not so many; and one that none reaches."""
     low = tl.min(tl.where(peaks > 0, peaks, NO_KEY), 0)
-    num_low = tl.sum((peaks >= low).to(tl.int32), 0)
+    num_low = _reaching(peaks, low)
     top = tl.max(peaks, 0) + 1
     if num_low < wanted:
         low = tl.full((), 1, tl.uint32)
         num_low = wanted
     high = top
     num_high = 0
+    turn = 0
     while (num_low > wanted + wanted // 16) & (high - low > 1):
-        bounds = _steps_between(low, high, STEPS)
-        reaching = _reaching(peaks, bounds)
-        low, high, num_low, num_high = _narrowed(bounds, reaching, low, high, num_low, num_high, wanted)
+        middle = _middle(low, high, num_low, num_high, wanted, turn)
+        reaching = _reaching(peaks, middle)
+        if reaching >= wanted:
+            low = middle
+            num_low = reaching
+        else:
+            high = middle
+            num_high = reaching
+        turn += 1
     return low, top
 
 
@@ -103,26 +99,23 @@ def _peaks_kernel(
 @triton.jit
 def _list_kernel(
     scores_ptr, visible_ptr, peaks_ptr, lists_ptr, lengths_ptr, bounds_ptr, scores_stride, count,
-    PEAKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, CHAINED: tl.constexpr,
+    PEAKS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The places in a chunk of the scores that may be kept, ascending; and between which keys the last kept one is."""
+    follow(CHAINED)
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    # The launch before this one makes the peaks alone, and what it has read itself is there.
-    visible = tl.load(visible_ptr + row, cache_modifier=".cg")
+    visible = tl.load(visible_ptr + row)
     begin = chunk * CHUNK
     length_ptr = lengths_ptr + row * tl.num_programs(0) + chunk
     if begin >= visible:
-        follow(CHAINED)
         tl.store(length_ptr, 0)
         return
     steps = tl.arange(0, CHUNK)
     here = begin + steps < visible
-    scores = tl.load(scores_ptr + row * scores_stride + begin + steps, mask=here, other=0.0, cache_modifier=".cg")
-    follow(CHAINED)
-    keys = _sortable(scores)
+    keys = _sortable(tl.load(scores_ptr + row * scores_stride + begin + steps, mask=here, other=0.0))
     peaks = tl.load(peaks_ptr + row * PEAKS + tl.arange(0, PEAKS))
-    bound, top = _bound(peaks, tl.minimum(visible, count), STEPS)
+    bound, top = _bound(peaks, tl.minimum(visible, count))
     listed = (here & (keys >= bound)).to(tl.int32)
     rank = tl.cumsum(listed, 0) - 1
     list_ptr = lists_ptr + (row * tl.num_programs(0) + chunk) * CHUNK
@@ -134,20 +127,15 @@ def _list_kernel(
 
 
 @triton.jit
-def _listed(
-    scores_ptr, lists_ptr, lengths_ptr, num_chunks, start,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, LENGTHS: tl.constexpr,
-):  # fmt: skip
+def _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, start, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """Places and keys of the row's listed scores [start, start + TILE), in order; keys of nothing are 0."""
     steps = start + tl.arange(0, TILE)
     at = steps  # in all lists, each as long as its chunk
     end = 0
-    for first in range(0, num_chunks, LENGTHS):
-        for i in tl.static_range(LENGTHS):  # all of them are on their way at once
-            is_list = first + i < num_chunks
-            length = tl.load(lengths_ptr + first + i, mask=is_list, other=0)
-            end += length
-            at += tl.where(is_list & (steps >= end), CHUNK - length, 0)
+    for chunk in range(num_chunks):
+        length = tl.load(lengths_ptr + chunk)
+        end += length
+        at += tl.where(steps >= end, CHUNK - length, 0)
     held = steps < end
     places = at // CHUNK * CHUNK + tl.load(lists_ptr + at, mask=held, other=0).to(tl.int32)
     keys = _sortable(tl.load(scores_ptr + places, mask=held, other=0.0))
@@ -157,7 +145,7 @@ def _listed(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _choose_kernel(
     scores_ptr, visible_ptr, lists_ptr, lengths_ptr, bounds_ptr, picks_ptr, scores_stride, count, num_chunks,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, LENGTHS: tl.constexpr, CHAINED: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -174,24 +162,31 @@ def _choose_kernel(
     low = tl.load(bounds_ptr + row * 2)
     high = tl.load(bounds_ptr + row * 2 + 1)
     # Hardly ever are more listed than what stays at hand.
-    places, keys, num_listed = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, 0, CHUNK, TILE, LENGTHS)
+    places, keys, num_listed = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, 0, CHUNK, TILE)
     # As many as are wanted reach `low`, and fewer reach `high`.
     num_low = num_listed
     num_high = 0
+    turn = 0
     while (num_low > wanted) & (high - low > 1):
-        bounds = _steps_between(low, high, STEPS)
-        reaching = _reaching(keys, bounds)
+        middle = _middle(low, high, num_low, num_high, wanted, turn)
+        reaching = _reaching(keys, middle)
         for start in range(TILE, num_listed, TILE):
-            _, more, _ = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, start, CHUNK, TILE, LENGTHS)
-            reaching += _reaching(more, bounds)
-        low, high, num_low, num_high = _narrowed(bounds, reaching, low, high, num_low, num_high, wanted)
+            _, more, _ = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, start, CHUNK, TILE)
+            reaching += _reaching(more, middle)
+        if reaching >= wanted:
+            low = middle
+            num_low = reaching
+        else:
+            high = middle
+            num_high = reaching
+        turn += 1
     # What reaches `high` is kept, and so many as are free of what reaches `low` alone, which then are equals or all.
     free = wanted - num_high
     above_before = 0
     equal_before = 0
     for start in range(0, num_listed, TILE):
         if start > 0:
-            places, keys, _ = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, start, CHUNK, TILE, LENGTHS)
+            places, keys, _ = _listed(scores_ptr, lists_ptr, lengths_ptr, num_chunks, start, CHUNK, TILE)
         above = (keys >= high).to(tl.int32)
         equal = ((keys >= low) & (keys < high)).to(tl.int32)
         above_upto = above_before + tl.cumsum(above, 0)
@@ -233,10 +228,10 @@ def top_keys(scores: torch.Tensor, visible: torch.Tensor, count: int) -> torch.T
     )
     _list_kernel[(num_chunks, num_rows)](
         scores, visible, peaks, lists, lengths, bounds, stride, count,
-        PEAKS=num_peaks, CHUNK=CHUNK, STEPS=STEPS, num_warps=LIST_WARPS, **chained(),
+        PEAKS=num_peaks, CHUNK=CHUNK, num_warps=LIST_WARPS, **chained(),
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         scores, visible, lists, lengths, bounds, picks, stride, count, num_chunks,
-        CHUNK=CHUNK, TILE=TILE, STEPS=STEPS, LENGTHS=LENGTHS, num_warps=CHOOSE_WARPS, **chained(),
+        CHUNK=CHUNK, TILE=TILE, num_warps=CHOOSE_WARPS, **chained(),
     )  # fmt: skip
     return picks
