@@ -22,8 +22,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 MERGE_PARTS = 16  # parts that a merging program takes at once; decides bytes
 MERGE_CHANNELS = 32  # decides bytes
-MERGE_WARPS = 2  # decides bytes
-MERGE_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +87,27 @@ def _merge_kernel(
     RAGGED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     GATED: tl.constexpr,
-    STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    lead(CHAINED)
     row = tl.program_id(0)
     head = tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    # The launch before this one makes the parts alone, and what it has read itself is there.
     if GATED:
         gate_at = row.to(tl.int64) * gate_row_stride + head * gate_head_stride + channels
-        gate = tl.load(gate_ptr + gate_at, mask=channels < DIM, other=0.0, cache_modifier=".cg")
+        shut = tl.sigmoid(tl.load(gate_ptr + gate_at, mask=channels < DIM, other=0.0).to(tl.float32))
     if RAGGED:
-        first = tl.load(first_ptr + row, cache_modifier=".cg")
-        num_parts = tl.load(num_parts_ptr + row, cache_modifier=".cg")
+        first = tl.load(first_ptr + row)
+        num_parts = tl.load(num_parts_ptr + row)
     else:
         first = row * parts_per_row
         num_parts = parts_per_row
-    lead(CHAINED)
     last = first + num_parts
     steps = tl.arange(0, PARTS)
     best = tl.full((PARTS,), float("-inf"), tl.float32)
     totals = tl.zeros((PARTS,), tl.float32)
     acc = tl.zeros((PARTS, CHANNELS), tl.float32)
-    for part in tl.range(first, last, PARTS, num_stages=STAGES):
+    for part in tl.range(first, last, PARTS, num_stages=4):
         inside = part + steps < last
         at = (part + steps).to(tl.int64) * num_heads + head
         lse = tl.load(lses_ptr + at, mask=inside, other=float("-inf"))
@@ -133,7 +129,7 @@ def _merge_kernel(
     out = tl.sum(acc * keep[:, None], 0) / tl.where(total > 0, total, 1.0)
     out = tl.where(num_parts < 0, float("nan"), out * out_scale)
     if GATED:  # rounded first, as where the gate is a launch of its own
-        out = out.to(merged_ptr.dtype.element_ty).to(tl.float32) * tl.sigmoid(gate.to(tl.float32))
+        out = out.to(merged_ptr.dtype.element_ty).to(tl.float32) * shut
     place = row.to(tl.int64) * num_heads + head
     tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=channels < DIM)
     if WITH_LSE:  # noqa: SIM102 - decided while compiling
@@ -225,7 +221,6 @@ def _merge(
         RAGGED=parts is not None,
         WITH_LSE=out_lse is not None,
         GATED=gate is not None,
-        STAGES=MERGE_STAGES,
-        num_warps=MERGE_WARPS,
+        num_warps=2,
         **chained(),
     )

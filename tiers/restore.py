@@ -22,6 +22,7 @@ from tiers.transfer import Fence, Image, Transfer
 from tiers.tree import Node
 
 JOB_BYTES = 64 << 20  # of images read from records in one job, so that several threads share a restore
+HAND_OVER_S = 5e-5  # else a thread that copies waits for the interpreter while thousands of blocks are planned
 HOST_JOB_BYTES = 256 << 20  # of images copied from the host in one job; the link is one
 
 
@@ -127,6 +128,7 @@ class Restorer:
             restore.loads += batch
             restore.pending += 1
             self.mover.submit(self._job(restore, batch, fence))
+            time.sleep(HAND_OVER_S)
         return restore
 
     def _load(self, resources: Resources, node: Node, target: int, is_state: bool) -> Load:
