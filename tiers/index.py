@@ -1,8 +1,8 @@
-"""The index: which records are committed, what was deleted but not yet given back, pins and quotas. SQLite, WAL.
+"""The index: which records are committed, what was deleted but not yet given back, and what was said of prefixes.
 
-The segments can do without it: a lost index is rebuilt from their headers. It is durable when a transaction returns
-(synchronous=FULL). One thread at a time uses an `Index`; `entries` reads a snapshot through a connection of its own.
-Errors of SQLite leave as OSError or IndexDamaged.
+SQLite, WAL. The segments can do without it: a lost index is rebuilt from their headers; pins, times to live and quotas
+it alone has. It is durable when a transaction returns (synchronous=FULL). One thread at a time uses an `Index`;
+`entries` reads a snapshot through a connection of its own. Errors of SQLite leave as OSError or IndexDamaged.
 """
 
 import errno
@@ -40,6 +40,9 @@ CREATE TABLE pin (
   namespace TEXT NOT NULL, key BLOB NOT NULL, expires_at INTEGER, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
 CREATE TABLE quota (namespace TEXT PRIMARY KEY, cached_bytes INTEGER, pinned_bytes INTEGER) WITHOUT ROWID;
 """
+_TIME_TO_LIVE = """CREATE TABLE IF NOT EXISTS time_to_live (
+  namespace TEXT NOT NULL, key BLOB NOT NULL, expires_at INTEGER NOT NULL, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
+"""  # an index that is older gains it, and who does not know it leaves it alone: the schema's version stays
 _HEAD = "kind, provenance, namespace, parent, key, depth, tokens"
 _REF = "segment, offset, stored_bytes, generation"
 
@@ -51,6 +54,15 @@ class IndexDamaged(Exception):
 @dataclass(frozen=True, slots=True)
 class Pin:
     """A prefix that is to stay: the key of its deepest block. `expires_at`: seconds since the epoch, None for ever."""
+
+    namespace: str
+    key: bytes
+    expires_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLive:
+    """When a prefix is to be forgotten: named and timed as a pin is. None: by no time."""
 
     namespace: str
     key: bytes
@@ -252,19 +264,40 @@ class Index:
         """Committed records of each segment."""
         return dict(self._db.execute("SELECT segment, count(*) FROM record GROUP BY segment"))
 
-    # Pins and quotas
+    # Pins, times to live and quotas
 
     def pins(self) -> list[Pin]:
         """All of them, expired ones included."""
         return [Pin(*row) for row in self._db.execute("SELECT namespace, key, expires_at FROM pin ORDER BY 1, 2")]
 
     def set_pin(self, pin: Pin) -> None:
-        """Adds a pin or changes when it expires."""
+        """Adds a pin or changes when it expires. It takes the place of a time to live."""
         self._db.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (pin.namespace, pin.key, pin.expires_at))
+        self.set_times_to_live([TimeToLive(pin.namespace, pin.key, None)])
 
     def remove_pin(self, namespace: str, key: bytes) -> bool:
         """Whether there was one."""
         return self._db.execute("DELETE FROM pin WHERE namespace = ? AND key = ?", (namespace, key)).rowcount > 0
+
+    def times_to_live(self) -> list[TimeToLive]:
+        """All of them, those that are over included."""
+        rows = self._db.execute("SELECT namespace, key, expires_at FROM time_to_live ORDER BY 1, 2")
+        return [TimeToLive(*row) for row in rows]
+
+    def set_times_to_live(self, times: Iterable[TimeToLive]) -> None:
+        """Adds, changes or removes them."""
+        for time in times:
+            if time.expires_at is None:
+                query = "DELETE FROM time_to_live WHERE namespace = ? AND key = ?"
+                self._db.execute(query, (time.namespace, time.key))
+            else:
+                query = "INSERT OR REPLACE INTO time_to_live VALUES (?, ?, ?)"
+                self._db.execute(query, (time.namespace, time.key, time.expires_at))
+
+    def drop_times_to_live(self) -> None:
+        """Removes those of prefixes that end at no record, of whatever engine: nothing is left to be forgotten."""
+        query = "DELETE FROM time_to_live WHERE NOT EXISTS (SELECT 1 FROM record WHERE record.key = time_to_live.key)"
+        self._db.execute(query)
 
     def quotas(self) -> list[Quota]:
         """All of them, by namespace."""
@@ -293,6 +326,7 @@ class Index:
             raise IndexDamaged(f"schema version {version}, not {SCHEMA_VERSION}")
         elif (verdict := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise IndexDamaged(str(verdict))
+        self._db.execute(_TIME_TO_LIVE)
         if is_new:
             self._files.sync_directory(directory)
             self._files.reached(Step.INDEX_CREATED)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from tiers.health import StoreHealth
-from tiers.index import Pin, Quota
+from tiers.index import Pin, Quota, TimeToLive
 from tiers.records import RecordHead, RecordRef, StoredRecord
 
 
@@ -83,11 +83,19 @@ class RecordStore(Protocol):
         ...
 
     def set_pin(self, pin: Pin) -> None:
-        """Adds a pin, or changes when it ends. Durable on return."""
+        """Adds a pin, or changes when it ends; a time to live of the prefix is gone. Durable on return."""
         ...
 
     def remove_pin(self, namespace: str, key: bytes) -> bool:
         """Whether there was one."""
+        ...
+
+    def times_to_live(self) -> list[TimeToLive]:
+        """Of every prefix that has one, those of other models too."""
+        ...
+
+    def set_times_to_live(self, times: Sequence[TimeToLive]) -> None:
+        """Adds, changes or removes them, all or none. Durable on return."""
         ...
 
     def quotas(self) -> list[Quota]:

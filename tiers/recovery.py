@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiers.files import SECTOR_BYTES, OsFiles, Step
-from tiers.index import Index, IndexDamaged, Pin, Quota, file_names
+from tiers.index import Index, IndexDamaged, Pin, Quota, TimeToLive, file_names
 from tiers.records import Flaw, Header, RecordFlaw, RecordRef
 from tiers.scan import Scanner
 from tiers.segments import Segments
@@ -28,6 +28,15 @@ class Recovery:
     lost_records: int = 0  # in the index, but their bytes are gone
     erased_records: int = 0  # deleted earlier, given back now
     last_generation: int = 0
+
+
+@dataclass(slots=True)
+class _Said:
+    """What operators and callers said, which no segment has."""
+
+    pins: list[Pin] = field(default_factory=list[Pin])
+    times_to_live: list[TimeToLive] = field(default_factory=list[TimeToLive])
+    quotas: list[Quota] = field(default_factory=list[Quota])
 
 
 @dataclass(slots=True)
@@ -50,16 +59,17 @@ def open_index(directory: Path, files: OsFiles) -> tuple[Index, str]:
     try:
         return Index(directory, files), ""
     except IndexDamaged as damage:
-        pins, quotas = _salvage(directory / file_names()[0])
+        said = _salvage(directory / file_names()[0])
         for name in reversed(file_names()):
             with contextlib.suppress(FileNotFoundError):
                 files.unlink(directory / name)
         files.reached(Step.INDEX_REMOVED)
         index = Index(directory, files)
         with index.transaction(Step.SETTING_COMMITTING):
-            for pin in pins:
+            for pin in said.pins:
                 index.set_pin(pin)
-            for quota in quotas:
+            index.set_times_to_live(said.times_to_live)
+            for quota in said.quotas:
                 index.set_quota(quota)
         return index, str(damage)
 
@@ -84,6 +94,8 @@ def recover(index: Index, segments: Segments, files: OsFiles) -> Recovery:
     files.reached(Step.RECOVERY_COMMITTED)
     segments.live = index.num_live()
     done.erased_records = finish_deletes(index, segments)
+    with index.transaction(Step.RECOVERY_COMMITTING):
+        index.drop_times_to_live()
     if present and present[-1] in segments.on_disk():
         segments.resume(present[-1], index.ends().get(present[-1], 0))
     return done
@@ -167,18 +179,20 @@ def _is_whole(header: Header, scanner: Scanner) -> bool:
     return True
 
 
-def _salvage(path: Path) -> tuple[list[Pin], list[Quota]]:
-    """Pins and quotas of a damaged index, as far as they can be read: nothing else has them."""
-    pins: list[Pin] = []
-    quotas: list[Quota] = []
+def _salvage(path: Path) -> _Said:
+    """Of a damaged index, as far as it can be read."""
+    said = _Said()
     with _readable(path) as db:
         if db is not None:
             with contextlib.suppress(sqlite3.Error):
-                pins += [Pin(*row) for row in db.execute("SELECT namespace, key, expires_at FROM pin")]
+                said.pins += [Pin(*row) for row in db.execute("SELECT namespace, key, expires_at FROM pin")]
+            with contextlib.suppress(sqlite3.Error):
+                rows = db.execute("SELECT namespace, key, expires_at FROM time_to_live").fetchall()
+                said.times_to_live += [TimeToLive(*row) for row in rows]
             with contextlib.suppress(sqlite3.Error):
                 rows = db.execute("SELECT namespace, cached_bytes, pinned_bytes FROM quota").fetchall()
-                quotas += [Quota(*row) for row in rows]
-    return pins, quotas
+                said.quotas += [Quota(*row) for row in rows]
+    return said
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from tiers.crew import Crew
 from tiers.errors import StoreLocked, StoreUnusable
 from tiers.files import LOCK, OsFiles, Step
 from tiers.health import Gate, StoreHealth, StoreState
-from tiers.index import Index, IndexDamaged, Pin, Quota, file_names
+from tiers.index import Index, IndexDamaged, Pin, Quota, TimeToLive, file_names
 from tiers.keeper import DELETE_BATCH, Keeper
 from tiers.reading import RUN_BYTES, Reader, Request
 from tiers.records import Flaw, Identity, RecordFlaw, RecordHead, RecordKind, RecordRef, StoredRecord
@@ -283,12 +283,20 @@ class DiskStore:
         return self._changes.ask(self._keeper.index.pins)
 
     def set_pin(self, pin: Pin) -> None:
-        """Adds a pin or changes when it expires."""
+        """Adds a pin or changes when it expires; a time to live of the prefix goes with the same commit."""
         self._changes.set(lambda index: index.set_pin(pin))
 
     def remove_pin(self, namespace: str, key: bytes) -> bool:
         """Whether there was one."""
         return self._changes.set(lambda index: index.remove_pin(namespace, key))
+
+    def times_to_live(self) -> list[TimeToLive]:
+        """When prefixes are to be forgotten."""
+        return self._changes.ask(self._keeper.index.times_to_live)
+
+    def set_times_to_live(self, times: Sequence[TimeToLive]) -> None:
+        """Adds, changes or removes them in one commit."""
+        self._changes.set(lambda index: index.set_times_to_live(times))
 
     def quotas(self) -> list[Quota]:
         """Bytes by namespace."""

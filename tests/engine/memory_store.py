@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from tiers.health import StoreHealth, StoreState
-from tiers.index import Pin, Quota
+from tiers.index import Pin, Quota, TimeToLive
 from tiers.records import RecordHead, RecordKind, RecordRef, StoredRecord
 
 
@@ -17,6 +17,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.records: dict[int, tuple[RecordHead, RecordRef, bytes]] = {}
         self.pinned: dict[tuple[str, bytes], Pin] = {}
+        self.expiring: dict[tuple[str, bytes], TimeToLive] = {}
         self.limits: dict[str, Quota] = {}
         self.takes_writes = True
         self.fails: Callable[[str, RecordHead], Exception | None] = lambda what, head: None
@@ -82,9 +83,20 @@ class MemoryStore:
 
     def set_pin(self, pin: Pin) -> None:
         self.pinned[(pin.namespace, pin.key)] = pin
+        self.expiring.pop((pin.namespace, pin.key), None)
 
     def remove_pin(self, namespace: str, key: bytes) -> bool:
         return self.pinned.pop((namespace, key), None) is not None
+
+    def times_to_live(self) -> list[TimeToLive]:
+        return list(self.expiring.values())
+
+    def set_times_to_live(self, times: Sequence[TimeToLive]) -> None:
+        for time in times:
+            if time.expires_at is None:
+                self.expiring.pop((time.namespace, time.key), None)
+            else:
+                self.expiring[(time.namespace, time.key)] = time
 
     def quotas(self) -> list[Quota]:
         return list(self.limits.values())

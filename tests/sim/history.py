@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.tiers.stores import Item, chain, check_contents, du, open_store, read_back
 from tiers.errors import StoreFull
 from tiers.files import OsFiles
-from tiers.index import Pin
+from tiers.index import Pin, TimeToLive
 from tiers.records import RecordKind, RecordRef
 from tiers.store import DiskStore, StoreLimits
 
@@ -109,7 +109,9 @@ def work(store: DiskStore, history: History, tell: Tell, rng: random.Random, num
         elif turn < 0.95:
             store.touch([refs[id_] for id_ in some], rng.randrange(100))
         else:
-            store.set_pin(Pin("tests", items_of(some)[0].head.key, rng.randrange(100)))
+            key = items_of(some)[0].head.key
+            store.set_pin(Pin("tests", key, rng.randrange(100)))
+            store.set_times_to_live([TimeToLive("tests", key, 100)])
     write_path(PATH_BLOCKS)  # each kind of step at least once, whatever the seed
     write_path(PATH_BLOCKS)
     delete_oldest_segment()
@@ -128,6 +130,7 @@ def check_survivor(directory: Path, history: History, files: OsFiles | None = No
     try:
         check_contents(store, items_of(sorted(history.there)))
         there = {(entry.head.kind, entry.head.key) for entry in store.entries()}
+        assert {time.key for time in store.times_to_live()} <= {key for _, key in there}
         known = sorted(history.there | history.unsure | history.gone)
         ids = {(item.head.kind, item.head.key): id_ for id_, item in zip(known, items_of(known), strict=True)}
         assert there <= set(ids), "a record that nobody wrote"

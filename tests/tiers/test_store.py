@@ -2,9 +2,10 @@
 
 import os
 import random
+import sqlite3
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.tiers.stores import (
     IDENTITY,
     LAYOUT,
     QUOTA_BYTES,
+    Item,
     chain,
     check_contents,
     du,
@@ -28,7 +30,7 @@ from tiers.codec import Coding
 from tiers.errors import StoreFull, StoreLocked, StoreUnusable
 from tiers.files import Abilities, Step
 from tiers.health import StoreState
-from tiers.index import Pin, Quota
+from tiers.index import Pin, Quota, TimeToLive
 from tiers.keys import Provenance
 from tiers.layout import Plane, StateLayout
 from tiers.reading import plan_runs
@@ -300,6 +302,70 @@ def test_uses_pins_and_quotas_are_kept(tmp_path: Path) -> None:
     assert store.remove_pin("tests", b"k" * 32)
     assert not store.remove_pin("tests", b"k" * 32)
     assert len(store.pins()) == 1
+    store.close()
+
+
+def times_of(items: list[Item], expires_at: int | None) -> list[TimeToLive]:
+    """One for each block."""
+    keys = sorted({item.head.key for item in items})
+    return [TimeToLive("tests", key, expires_at) for key in keys]
+
+
+def test_times_to_live_are_kept_while_a_record_has_their_key(tmp_path: Path) -> None:
+    items = chain(4)
+    store = open_store(tmp_path)
+    refs = store.write([item.pair for item in items])
+    times = times_of(items, 200)
+    store.set_times_to_live(times_of(items, 100))
+    store.set_times_to_live([*times, TimeToLive("tests", b"k" * 32, 200)])
+    store.set_times_to_live([replace(times[0], expires_at=None), replace(times[1], expires_at=None)])
+    store.set_times_to_live([replace(times[0], expires_at=None)])  # there is none any more
+    assert store.times_to_live() == sorted([*times[2:], TimeToLive("tests", b"k" * 32, 200)], key=lambda time: time.key)
+    store.close()
+    other = open_store(tmp_path, identity=replace(IDENTITY, fingerprint=b"o" * 32))
+    assert other.times_to_live() == times[2:], "that of no record goes, those of other engines stay"
+    other.close()
+    store = open_store(tmp_path)
+    store.delete(refs)
+    assert store.times_to_live() == times[2:]
+    store.close()
+    store = open_store(tmp_path)
+    assert store.times_to_live() == []
+    store.check()
+    store.close()
+
+
+def test_a_pin_takes_the_place_of_a_time_to_live_and_a_later_one_stays_beside_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    time = TimeToLive("tests", b"k" * 32, 100)
+    other = replace(time, namespace="others")
+    store.set_times_to_live([time, other])
+    store.set_pin(Pin("tests", b"k" * 32, None))
+    assert store.times_to_live() == [other]
+    store.set_times_to_live([time])
+    assert store.times_to_live() == [other, time]
+    assert len(store.pins()) == 1
+    store.close()
+
+
+def test_an_index_that_was_made_without_times_to_live_gains_them_and_loses_nothing(tmp_path: Path) -> None:
+    items = chain(4)
+    store = open_store(tmp_path)
+    store.write([item.pair for item in items])
+    store.set_pin(Pin("tests", b"k" * 32, None))
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+        db.execute("DROP TABLE time_to_live")
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    store = open_store(tmp_path)
+    assert not store.recovery.rebuilt
+    assert store.times_to_live() == []
+    assert len(store.pins()) == 1
+    check_contents(store, items)
+    store.set_times_to_live(times_of(items, 100))
+    store.close()
+    store = open_store(tmp_path)
+    assert store.times_to_live() == times_of(items, 100)
     store.close()
 
 

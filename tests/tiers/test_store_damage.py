@@ -13,7 +13,7 @@ from ops.cli.main import run
 from tests.campaigns.budget import seeds
 from tests.tiers.stores import IDENTITY, Item, chain, check_contents, flip, open_store, read_back
 from tiers.audit import DamageKind, examine, repair
-from tiers.index import Quota
+from tiers.index import Quota, TimeToLive
 from tiers.records import Header, RecordFlaw, RecordRef, pack_header, parse_header
 
 OTHER = replace(IDENTITY, fingerprint=b"o" * 32)
@@ -216,10 +216,12 @@ def test_the_index_of_another_time_serves_no_deleted_record(tmp_path: Path) -> N
     store.close()
 
 
-def test_pins_survive_an_index_whose_records_do_not(tmp_path: Path) -> None:
+def test_quotas_and_times_to_live_survive_an_index_whose_records_do_not(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     store = open_store(directory.path)
     store.set_quota(Quota("tests", 77, 7))
+    time = TimeToLive("tests", next(iter(directory.items.values())).head.key, 100)
+    store.set_times_to_live([time])
     store.close()
     data = bytearray((directory.path / INDEX[0]).read_bytes())
     for at in range(4096 * 3, len(data) - 4096, 4096):
@@ -229,6 +231,7 @@ def test_pins_survive_an_index_whose_records_do_not(tmp_path: Path) -> None:
     store = open_store(directory.path)
     assert store.recovery.rebuilt
     assert store.quotas() == [Quota("tests", 77, 7)]
+    assert store.times_to_live() == [time]
     check_contents(store, list(directory.items.values()))
     store.close()
 
