@@ -315,7 +315,7 @@ class TieredCache:
         self.mover.submit(Job(Priority.CLEAN_UP, work, done))
 
     def remember(self, change: Callable[[RecordStore], object], told: Callable[[bool], None] | None = None) -> None:
-        """Has a pin or a quota kept with the records on disk.
+        """Has a pin, a time to live or a quota kept with the records on disk, after all that was remembered before it.
 
         Args:
             told: whether it is, once that is known; at once, that it is not, where there is no disk tier.
@@ -331,7 +331,7 @@ class TieredCache:
 
         def done(error: Exception | None) -> None:
             if error is not None:
-                log.warning("a pin or a quota will be forgotten at the next restart: %s", error)
+                log.warning("a change of a pin, a time to live or a quota will be lost at the next restart: %s", error)
             if told is not None:
                 told(error is None)
 

@@ -1,15 +1,17 @@
 """The cache as people see it: prefixes that a prompt can resume after, their pins and times to live, their eviction.
 
 A prefix ends at a checkpoint; for a model without slots at a leaf, or where paths part. What it lists as its own are
-the blocks past the prefix before it on its path. A pin keeps the records of a whole path in the lower tiers.
+the blocks past the prefix before it on its path. A pin keeps the records of a whole path in the lower tiers. What
+has a time to live is forgotten after it, also by an engine that starts later.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiers.cache import TieredCache
-from tiers.index import Pin
+from tiers.index import Pin, TimeToLive
 from tiers.meters import EvictionReason
 from tiers.tree import Node, with_those_above
 
@@ -57,11 +59,16 @@ class Prefixes:
         self._pinned_paths: dict[Node, list[Node]] = {}
         cache.forgotten = self._forgotten
         self.times_to_live: dict[Node, float] = {}
+        self._over: set[tuple[str, bytes]] = set()  # of prefixes that are gone: the disk has their times, and need not
         if cache.disk is not None:
             for pin in cache.disk.store.pins():
                 node = self.by_key(pin.namespace, pin.key)
                 if node is not None:
                     self._pin(node, pin.expires_at)
+            for time in cache.disk.store.times_to_live():
+                node = self.tree.find(time.key)
+                if node is not None and node.namespace == time.namespace and time.expires_at is not None:
+                    self.times_to_live[node] = time.expires_at
 
     @property
     def can_pin(self) -> bool:
@@ -131,6 +138,19 @@ class Prefixes:
         pin = Pin(node.namespace, node.key, None if until_s is None else int(until_s))
         self.cache.remember(lambda store: store.set_pin(pin), told)
 
+    def keep_until(self, node: Node, until_s: float | None, told: Callable[[bool], None] | None = None) -> None:
+        """Has a prefix forgotten then, and not before its pin ends; None: by no time. `told`: of `remember`."""
+        had_time = self.times_to_live.pop(node, None) is not None or (node.namespace, node.key) in self._over
+        if until_s is not None:
+            self.times_to_live[node] = until_s
+        elif not had_time:
+            if told is not None:
+                told(True)
+            return
+        self._over.discard((node.namespace, node.key))
+        time = TimeToLive(node.namespace, node.key, None if until_s is None else math.ceil(until_s))
+        self.cache.remember(lambda store: store.set_times_to_live([time]), told)
+
     def unpin(self, node: Node, told: Callable[[bool], None] | None = None) -> None:
         """Takes the pin back, if there is one; on disk one that damaged records took along, too: it would come back."""
         if node in self.pins:
@@ -164,6 +184,7 @@ class Prefixes:
                 self.evict(node, EvictionReason.EXPIRED)
             if node in self.times_to_live:  # something holds it, or pins what continues it
                 self.times_to_live[node] = unix_s + EXPIRE_AGAIN_S
+        self._clear_over()
 
     def evict(self, node: Node, reason: EvictionReason = EvictionReason.ASKED) -> Eviction:
         """Forgets a prefix in every tier, with all that continues it.
@@ -225,11 +246,20 @@ class Prefixes:
                 self.cache.settle(above)
 
     def _forgotten(self, nodes: list[Node]) -> None:
-        """Nodes are out of the tree, their records being damaged: nothing of a pin is left that could be kept."""
+        """Nodes are out of the tree, evicted or damaged: nothing is left that a pin could keep, or a time could end."""
         for node in nodes:
-            self.times_to_live.pop(node, None)
+            if self.times_to_live.pop(node, None) is not None and self.cache.disk is not None:
+                self._over.add((node.namespace, node.key))
             if node in self.pins:
                 self._release(node)
+
+    def _clear_over(self) -> None:
+        """The disk forgets times to live of prefixes that are gone: after their records, which a restart would find."""
+        disk = self.cache.disk
+        if self._over and disk is not None and not disk.garbage:
+            times = [TimeToLive(namespace, key, None) for namespace, key in self._over]
+            self._over.clear()
+            self.cache.remember(lambda store: store.set_times_to_live(times))
 
     def can_resume(self, node: Node) -> bool:
         """A prompt can: it ends where a grid chunk does, and its state is in some tier."""

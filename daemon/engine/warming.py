@@ -30,9 +30,10 @@ class Writing:
     cached_tokens: int
     until: float
     expires: float | None = None
-    is_pinned: bool = False
+    is_set: bool = False  # its pin, or its time to live
     was_pinned: bool = False  # before
-    is_kept: bool | None = None  # the pin, by the disk; None: not known yet
+    until_before: float | None = None  # its time to live
+    is_kept: bool | None = None  # what was set, by the disk; None: not known yet
 
     def told(self, is_kept: bool) -> None:
         self.is_kept = is_kept
@@ -116,7 +117,7 @@ class Warming:
         for request_id, job in list(self.writing.items()):
             if job.node.parent is None:
                 self._reject(job, ErrorReason.NO_CAPACITY, "the prefix was evicted before it could be written")
-            elif job.is_pinned or self._is_in(job.node, job.warm.tier):
+            elif job.is_set or self._is_in(job.node, job.warm.tier):
                 if not self._finish(job, now, unix_s):
                     continue
             elif now >= job.until or self.cache.writedown.is_idle:
@@ -137,24 +138,26 @@ class Warming:
                 return self.cache.disk is not None and self.cache.writedown.is_written(node)
 
     def _finish(self, job: Writing, now: float, unix_s: float) -> bool:
-        """Whether all is done. A receipt that says durable waits for the pin's record, too."""
+        """Whether all is done. A receipt that says durable waits for the record of its pin or its time, too."""
         warm, node = job.warm, job.node
-        if not job.is_pinned:
+        if not job.is_set:
             refusal = self.pin_refusal(node) if warm.pin else None
             if refusal is not None:
                 self._reject(job, ErrorReason.QUOTA_EXCEEDED, refusal)
                 return True
             job.expires = None if warm.ttl_s is None else unix_s + warm.ttl_s
+            job.is_set, job.was_pinned = True, node in self.prefixes.pins
+            job.until_before = self.prefixes.times_to_live.get(node)
             if warm.pin:
-                job.is_pinned, job.was_pinned = True, node in self.prefixes.pins
                 self.prefixes.pin(node, job.expires, job.told)
-            elif job.expires is not None:
-                self.prefixes.times_to_live[node] = job.expires
-        if warm.pin and warm.durable and not job.is_kept:
+            else:
+                self.prefixes.keep_until(node, job.expires, job.told)
+        if warm.durable and not job.is_kept:
             if job.is_kept is None and now < job.until:
                 return False
             self._give_up_pin(job)
-            self._reject(job, ErrorReason.TIER_UNAVAILABLE, "the disk has the prefix, but did not take its pin")
+            what = "pin" if warm.pin else "time to live"
+            self._reject(job, ErrorReason.TIER_UNAVAILABLE, f"the disk has the prefix, but did not take its {what}")
             return True
         size = self.prefixes.bytes_of(node.path())
         self.send(
@@ -172,8 +175,10 @@ class Warming:
         return True
 
     def _give_up_pin(self, job: Writing) -> None:
-        if job.is_pinned and not job.was_pinned:
+        if job.warm.pin and job.is_set and not job.was_pinned:
             self.prefixes.unpin(job.node)
+            if job.until_before is not None and job.node.parent is not None:
+                self.prefixes.keep_until(job.node, job.until_before)
 
     def _reject(self, job: Writing, reason: ErrorReason, message: str) -> None:
         self.send(Rejected(job.warm.request_id, reason, message, retry_after_s=5.0))

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +11,7 @@ from daemon.errors import ErrorReason
 from tests.engine.harness import BLOCK, GRID, INVENTED, Harness
 from tests.engine.invented import Oracle
 from tests.engine.memory_store import MemoryStore
-from tiers.index import Pin
+from tiers.index import Pin, TimeToLive
 
 ORACLE = Oracle(INVENTED, BLOCK)
 
@@ -111,31 +112,53 @@ def test_a_pin_that_no_tier_would_hold_is_refused() -> None:
 
 
 class Unpinning(MemoryStore):
-    """Keeps records, and no pins."""
+    """Keeps records, and nothing that is said of them."""
 
     def set_pin(self, pin: Pin) -> None:
         raise OSError("no space left")
 
+    def set_times_to_live(self, times: Sequence[TimeToLive]) -> None:
+        raise OSError("no space left")
 
-@pytest.mark.parametrize("store", [MemoryStore(), Unpinning()], ids=["keeps", "fails"])
-def test_a_durable_receipt_comes_when_the_disk_has_the_pin_too_and_not_without(store: MemoryStore) -> None:
-    harness = Harness(store=store)
+
+@pytest.mark.parametrize("pin", [True, False], ids=["pin", "time to live"])
+@pytest.mark.parametrize("kind", [MemoryStore, Unpinning], ids=["keeps", "fails"])
+def test_a_durable_receipt_comes_when_the_disk_has_pin_and_time_too_and_not_without(
+    kind: type[MemoryStore], pin: bool
+) -> None:
+    harness = Harness(store=(store := kind()))
+    prefixes = harness.engine.prefixes
     ids = array("i", prompt_of(2 * GRID + 1, 1)).tobytes()
-    harness.engine.handle(Warm("w", ids, "", TierName.DISK, pin=True, durable=True))
-    while not harness.engine.prefixes.pins:
+    harness.engine.handle(Warm("w", ids, "", TierName.DISK, pin=pin, durable=True, ttl_s=60.0))
+    while not (prefixes.pins or prefixes.times_to_live):
         harness.step()
     harness.mover.is_stalled = True
     harness.step(3)
-    assert not warmed(harness) or store.pinned
+    kept = store.pinned if pin else store.expiring
+    assert not warmed(harness) or kept
     harness.mover.is_stalled = False
     run(harness)
-    if isinstance(store, Unpinning):
+    if kind is Unpinning:
         assert not warmed(harness)
         assert harness.rejected["w"].reason is ErrorReason.TIER_UNAVAILABLE
-        assert not harness.engine.prefixes.pins, "which nobody would know of"
+        assert not prefixes.pins, "which nobody would know of"
     else:
         assert warmed(harness) == {"w"}
-        assert store.pinned
+        assert kept
+    harness.assert_idle_books()
+
+
+def test_a_pin_that_the_disk_does_not_take_leaves_an_earlier_time_to_live() -> None:
+    harness, prompt = Harness(store=Unpinning()), prompt_of(2 * GRID + 1, 1)
+    ids = array("i", prompt).tobytes()
+    harness.engine.handle(Warm("earlier", ids, "", TierName.DISK, pin=False, durable=False, ttl_s=60.0))
+    run(harness)
+    times = dict(harness.engine.prefixes.times_to_live)
+    assert times
+    harness.engine.handle(Warm("w", ids, "", TierName.DISK, pin=True, durable=True))
+    run(harness)
+    assert harness.rejected["w"].reason is ErrorReason.TIER_UNAVAILABLE
+    assert harness.engine.prefixes.times_to_live == times
     harness.assert_idle_books()
 
 
