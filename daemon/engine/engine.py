@@ -124,8 +124,7 @@ class Engine:
         if landed is not None:
             self._commit_decode(landed.sequences, landed.decoded)
             self.flights.settle()
-        now = self.clock()
-        unix_s = self.unix_clock()
+        now, unix_s = self.clock(), self.unix_clock()
         is_busy = bool(self.scheduler.running) and not self.warming.writing and not self.questions.flushes
         self.cache.poll(now, unix_s, is_busy=is_busy)
         self.warming.poll(now, unix_s)
@@ -140,7 +139,8 @@ class Engine:
         for sequence in preempted:
             log.info("preempted %s after %d tokens", sequence.id, len(sequence.token_ids))
         if plan.decode:
-            self._decode(plan.decode)
+            run = self.flights.start if self.flights.takes else self._decode
+            run(plan.decode)
         if plan.prefill is not None and plan.prefill.is_running:
             self._advance_prefill(plan.prefill)
         self._flush()
@@ -263,9 +263,6 @@ class Engine:
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> None:
         """One row each. Where the host cannot fetch what the rows need, each runs alone, and fails alone."""
-        if self.flights.takes:
-            self.flights.start(sequences)
-            return
         try:
             decoded = self.runner.decode(sequences)
         except HostStageError as error:

@@ -150,9 +150,7 @@ class Scheduler:
     def plan(self, in_flight: Sequence | None, *, decodes: bool = True) -> tuple[Plan, list[Sequence]]:
         """The next step, and the sequences preempted to make room for it.
 
-        Args:
-            in_flight: the sequence whose chunk is paused between layers; it keeps its turn.
-            decodes: False where a step of decode rows is under way.
+        The sequence `in_flight`, whose chunk is paused between layers, keeps its turn. No rows where not `decodes`.
         """
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
@@ -337,8 +335,7 @@ class Scheduler:
         """
         request, device = sequence.request, self.device
         match = self.cache.look_up(request.prompt_ids, request.submit.namespace, request.known)
-        request.known = match.last
-        request.lookup_s = self.cache.last_lookup_s
+        request.known, request.lookup_s = match.last, self.cache.last_lookup_s
         if self.streaming is not None and self.streaming.wants(request.max_len):
             return self._acquire_streamed(sequence, match, now)
         verdict = self.cache.weigh(match)
