@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_softmax import LOG2E, finish_rows, fold_tile, merge_partials
 
-SPLIT_STEP = 128  # keys: splits begin at its multiples, and so do blocks and tiles of keys
+SPLIT_STEP = 128  # keys: splits begin at its multiples, and are whole numbers of tiles of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def paged_prefill(
     assert k_plane.stride(3) == 1
     assert num_heads % num_kv_heads == 0, "query heads are a multiple of key heads"
     assert plan.block_tables.stride(1) == 1
-    assert plan.num_splits == 1 or SPLIT_STEP % max(block_size, tiles.keys) == 0
+    assert plan.num_splits == 1 or SPLIT_STEP % tiles.keys == 0
     output = PrefillOutput.of(q, plan, out)
     width = triton.next_power_of_2(head_dim)
     bulk = tiles.bulk_copies and width == head_dim and tiles.keys <= block_size

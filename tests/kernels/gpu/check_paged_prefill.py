@@ -108,6 +108,16 @@ def test_rows_outside_the_plan_stay_as_they_are():
     assert relative_error(out[3:], expected_rows(pages, q, lengths, counts)[3:]) < 4e-3
 
 
+def test_a_split_may_begin_inside_of_a_block():
+    lengths, counts, tiles = [4 * SPLIT_STEP + 7], [3], PrefillTiles(ROWS, 32, 4, 2, bulk_copies=False)
+    pages = make_pages(lengths, 1, 32, block_size=2 * SPLIT_STEP, dtype=torch.bfloat16, seed=11)
+    q = randn(3, 2, 32, seed=12)
+    cut = KeySplits(tiles=16, keys=SPLIT_STEP // 2)
+    assert cut.cut(lengths[0] - 3, 3, ROWS) == (5, SPLIT_STEP)
+    out = attend(pages, q, lengths, counts, tiles, key_splits=cut)
+    assert relative_error(out, expected_rows(pages, q, lengths, counts)) < 4e-3
+
+
 def test_the_last_split_holds_all_that_only_some_rows_see():
     for start in range(0, 70_000, 1_013):
         for num_rows in (1, 64, 129, 700, 1_024, 4_096):
