@@ -57,7 +57,7 @@ class Restore:
     disk_tokens: int = 0
     read_bytes: int = 0  # as they lie in their tiers
     began_s: float = 0.0
-    elapsed_s: float = 0.0  # from the plan to the last byte
+    elapsed_s: float = 0.0  # from the plan to the last byte; not the time until the engine takes note
     is_done: bool = False
 
     @property
@@ -159,18 +159,20 @@ class Restorer:
 
     def _job(self, restore: Restore, batch: Sequence[Load], fence: Fence) -> Job:
         failures: dict[Load, Exception] = {}
-        took_s = 0.0
+        began_s = ended_s = 0.0
 
         def work() -> None:
-            nonlocal took_s
-            began = time.perf_counter()
+            nonlocal began_s, ended_s
+            began_s = time.perf_counter()
             if batch[0].chunks is not None:
                 self._from_host(batch, fence)
             else:
                 failures.update(self._from_disk(batch, fence))
-            took_s = time.perf_counter() - began
+            ended_s = time.perf_counter()
 
         def done(error: Exception | None) -> None:
+            took_s = max(ended_s - began_s, 0.0)
+            restore.elapsed_s = max(restore.elapsed_s, ended_s - restore.began_s)
             restore.failed.update(failures if error is None else dict.fromkeys(batch, error))
             restore.arrived.update(load for load in batch if load not in restore.failed)
             restore.pending -= 1
@@ -211,7 +213,9 @@ class Restorer:
             if load.is_state:
                 if node.checkpoint is None:
                     device.give_checkpoint(restore.resources, node, load.target)
-            elif node.block_id is None:  # else someone computed it meanwhile, and the tree's copy wins
+            elif node.block_id is not None:  # someone computed it meanwhile: held as what comes after it will be
+                device.adopt(restore.resources, load.target, node)
+            else:
                 device.attach(restore.resources, node, load.target)
                 if load.chunks is not None:
                     restore.host_tokens += size
@@ -228,7 +232,6 @@ class Restorer:
         if self.disk is not None:
             self.disk.stats.hit_tokens += restore.disk_tokens
         del self.in_flight[restore.target]
-        restore.elapsed_s = time.perf_counter() - restore.began_s
         restore.is_done = True
         self.ended(restore)
         restore.resources.release()
