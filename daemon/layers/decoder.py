@@ -39,6 +39,14 @@ class DecoderLayer:
     mlp: Mlp
 
 
+def last_rows(norm: RmsNorm, hidden: torch.Tensor, out: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    """The norm of hidden + out, which the last layer gave, at the rows whose logits are asked for."""
+    assert out is not None, "there are layers"
+    if batch.logit_rows.shape[0] < hidden.shape[0]:
+        hidden, out = (rows.index_select(0, batch.logit_rows) for rows in (hidden, out))
+    return norm.added(hidden, out)
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """Embedding, layers, last norm, head. `head` is None where the embedding's matrix also makes the logits."""
@@ -61,14 +69,10 @@ class Decoder:
         inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
         out: torch.Tensor | None = None  # of the layer before, not added yet
         for layer in self.layers:
-            normed = layer.mixer_norm(hidden) if out is None else layer.mixer_norm.added(hidden, out)
-            mixed = yield from mix(layer.mixer, normed, inputs, pools)
+            mixed = yield from mix(layer.mixer, layer.mixer_norm.added(hidden, out), inputs, pools)
             normed = layer.mlp_norm.added(hidden, mixed)
             yield
             out = yield from layer.mlp.forward(normed)
             yield
-        assert out is not None, "there are layers"
-        if batch.logit_rows.shape[0] < hidden.shape[0]:
-            hidden, out = (rows.index_select(0, batch.logit_rows) for rows in (hidden, out))
-        last = self.norm.added(hidden, out)
+        last = last_rows(self.norm, hidden, out, batch)
         return (self.embedding.logits(last) if self.head is None else self.head(last)).float()

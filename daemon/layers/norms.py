@@ -26,9 +26,9 @@ class RmsNorm:
         """Same shape and dtype as x."""
         return self._forms.rms_norm(x, self.weights)
 
-    def added(self, hidden: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-        """hidden += addend, in place, and the norm of the sum; both [rows, size]."""
-        return self._forms.add_rms_norm(hidden, addend, self.weights)
+    def added(self, hidden: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+        """hidden += addend, in place where there is one, and the norm of the sum; both [rows, size]."""
+        return self(hidden) if addend is None else self._forms.add_rms_norm(hidden, addend, self.weights)
 
 
 class WideRmsNorm(RmsNorm):

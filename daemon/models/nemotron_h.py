@@ -5,9 +5,12 @@ MLPs and experts are squared relus without a gate.
 
 from dataclasses import dataclass
 
+import torch
+
 from daemon.batch import Batch
 from daemon.layers.attention import Attention, AttentionConfig
 from daemon.layers.caps import combine
+from daemon.layers.decoder import last_rows
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
 from daemon.layers.inputs import InputForm, make_inputs
 from daemon.layers.linear import Embedding, Linear
@@ -105,15 +108,15 @@ class NemotronModel:
         """Logits [len(batch.logit_rows), vocab_size] in float32."""
         hidden = self.embedding(batch.token_ids)
         inputs = make_inputs(batch, pools.layout.block_size, self.form, None)
+        out: torch.Tensor | None = None  # of the block before, not added yet
         for block in self.blocks:
-            normed = block.norm(hidden)
+            normed = block.norm.added(hidden, out)
             if isinstance(block.part, Attention | Mamba2Mixer):
-                hidden.add_((yield from mix(block.part, normed, inputs, pools)))
+                out = yield from mix(block.part, normed, inputs, pools)
             else:
-                hidden.add_((yield from block.part.forward(normed)))
+                out = yield from block.part.forward(normed)
             yield
-        last = self.norm(hidden.index_select(0, batch.logit_rows))
-        return self.head(last).float()
+        return self.head(last_rows(self.norm, hidden, out, batch)).float()
 
 
 def _part(scope: Scope, i: int, config: NemotronConfig) -> Attention | Mamba2Mixer | Moe | Mlp:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from daemon.batch import Batch
 from daemon.layers.caps import combine
+from daemon.layers.decoder import last_rows
 from daemon.layers.dsa import SparseLatentAttention
 from daemon.layers.experts import Experts, ExpertSizes, Mlp, Moe, SigmoidRouter
 from daemon.layers.indexer import DsaIndexConfig, IndexSizes
@@ -240,14 +241,16 @@ class SparseLatentModel:
         rotary = self.rope.rows(batch.positions, hidden.dtype)
         inputs = make_inputs(batch, pools.layout.block_size, self.form, rotary)
         selections: list[Selection] | None = None
+        out: torch.Tensor | None = None  # of the layer before, not added yet
         for layer in self.layers:
-            result = yield from layer.attention.forward(layer.attention_norm(hidden), inputs, pools, selections)
+            normed = layer.attention_norm.added(hidden, out)
+            result = yield from layer.attention.forward(normed, inputs, pools, selections)
             selections = result.selections
-            hidden.add_(result.out)
+            normed = layer.mlp_norm.added(hidden, result.out)
             yield
-            hidden.add_((yield from layer.mlp.forward(layer.mlp_norm(hidden))))
+            out = yield from layer.mlp.forward(normed)
             yield
-        last = self.norm(hidden.index_select(0, batch.logit_rows))
+        last = last_rows(self.norm, hidden, out, batch)
         logits = functional.linear(last, self.embedding.weight) if self.head is None else self.head(last)
         return logits.float()
 
