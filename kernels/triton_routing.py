@@ -20,10 +20,11 @@ import triton.language as tl
 from kernels.moe import Routing, SigmoidRule
 from kernels.triton_chain import chained, follow, lead
 
-BLOCK = 512  # assignments that are counted together
-PART = 128  # of them, that a program sorts
+ALONE = 512  # assignments that one program sorts
 STEP = 16  # of them that are compared at once
-MOST_BLOCKS = 128
+BLOCK = 128  # that a program sorts where there are more
+MOST_BLOCKS = 512
+SCANNED = 16  # experts whose blocks a program sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,17 +212,16 @@ def _empty_routing(num_rows: int, top_k: int, device: torch.device) -> Routing:
 
 
 @triton.jit
-def _place_in_block(experts_ptr, begin, end, mine, at, BLOCK_ROWS: tl.constexpr, STEP_ROWS: tl.constexpr):
-    """For each assignment, how many of its block have a lower expert, and how many the same and a lower number."""
+def _places(experts_ptr, num_assignments, mine, at, BLOCK_ROWS: tl.constexpr, STEP_ROWS: tl.constexpr):
+    """Of each assignment: how many have a lower expert, or the same and a lower number."""
     # Summed at the end: a sum makes threads wait for each other.
-    lower = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
     before = tl.zeros((BLOCK_ROWS, STEP_ROWS), tl.int32)
-    for start in range(begin, end, STEP_ROWS):
+    for start in range(0, num_assignments, STEP_ROWS):
         others = start + tl.arange(0, STEP_ROWS)
-        theirs = tl.load(experts_ptr + others, mask=others < end, other=1 << 30).to(tl.int32)
-        lower += (theirs[None, :] < mine[:, None]).to(tl.int32)
-        before += ((theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])).to(tl.int32)
-    return tl.sum(lower, 1), tl.sum(before, 1)
+        theirs = tl.load(experts_ptr + others, mask=others < num_assignments, other=1 << 30).to(tl.int32)
+        equal_before = (theirs[None, :] == mine[:, None]) & (others[None, :] < at[:, None])
+        before += ((theirs[None, :] < mine[:, None]) | equal_before).to(tl.int32)
+    return tl.sum(before, 1)
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _write_tiles(
     REST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Lays the tiles of all experts one after the other; returns the first place of each expert."""
+    """Lays the tiles of all experts one after the other."""
     experts = tl.arange(0, WIDTH)
     first = tl.cumsum(counts, 0) - counts
     # An expert's last rows go with the tile before, where they are at most REST.
@@ -248,7 +248,6 @@ def _write_tiles(
         tl.store(tile_expert_ptr + first_tile + j, experts, mask=held)
         tl.store(tile_first_ptr + first_tile + j, first + j * TILE_ROWS, mask=held)
         tl.store(tile_end_ptr + first_tile + j, first + end, mask=held)
-    return first
 
 
 @triton.jit
@@ -273,69 +272,79 @@ def _group_one_block_kernel(
     mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
     counts = tl.histogram(mine, WIDTH, mask=inside)
     _write_tiles(counts, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH)
-    lower, before = _place_in_block(experts_ptr, 0, num_assignments, mine, at, BLOCK_ROWS, STEP_ROWS)
-    tl.store(order_ptr + lower + before, at, mask=inside)
+    tl.store(order_ptr + _places(experts_ptr, num_assignments, mine, at, BLOCK_ROWS, STEP_ROWS), at, mask=inside)
 
 
 @triton.jit
 def _count_kernel(
-    experts_ptr, counts_ptr, num_assignments, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHAINED: tl.constexpr
-):  # fmt: skip
+    experts_ptr,
+    counts_ptr,  # [num_blocks, WIDTH]
+    ranks_ptr,  # [num_assignments]: how many of the block before this one have its expert
+    num_assignments,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     follow(CHAINED)
     block = tl.program_id(0)
     at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = at < num_assignments
-    mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
-    tl.store(counts_ptr + block * WIDTH + tl.arange(0, WIDTH), tl.histogram(mine, WIDTH, mask=inside))
+    mine = tl.load(experts_ptr + at, mask=inside, other=WIDTH).to(tl.int32)
+    ids = tl.arange(0, WIDTH)
+    tl.store(counts_ptr + block * WIDTH + ids, tl.sum((mine[:, None] == ids[None, :]).to(tl.int32), 0))
+    before = (mine[None, :] == mine[:, None]) & (at[None, :] < at[:, None])
+    tl.store(ranks_ptr + at, tl.sum(before.to(tl.int32), 1), mask=inside)
 
 
 @triton.jit
-def _begin_kernel(
-    counts_ptr,  # [num_blocks, WIDTH]: becomes the first place of the block's assignments of each expert
-    num_tiles_ptr,
-    tile_expert_ptr,
-    tile_first_ptr,
-    tile_end_ptr,
+def _scan_kernel(
+    counts_ptr,  # [num_blocks, WIDTH]: becomes how many of each expert the blocks before have
+    totals_ptr,  # [WIDTH]
     num_blocks,
-    TILE_ROWS: tl.constexpr,
-    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # that a program takes
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
     block = tl.arange(0, BLOCKS)[:, None]
-    at = counts_ptr + block * WIDTH + tl.arange(0, WIDTH)[None, :]
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    at = counts_ptr + block * WIDTH + experts[None, :]
     counts = tl.load(at, mask=block < num_blocks, other=0)
-    sums = tl.cumsum(counts, 0)
-    first = _write_tiles(
-        tl.sum(counts, 0), num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH
-    )
-    tl.store(at, first[None, :] + sums - counts, mask=block < num_blocks)
+    tl.store(at, tl.cumsum(counts, 0) - counts, mask=block < num_blocks)
+    tl.store(totals_ptr + experts, tl.sum(counts, 0))
 
 
 @triton.jit
 def _order_kernel(
     experts_ptr,
-    begin_ptr,
+    counts_ptr,  # as `_scan_kernel` leaves them
+    totals_ptr,
+    ranks_ptr,
     order_ptr,
+    num_tiles_ptr,
+    tile_expert_ptr,
+    tile_first_ptr,
+    tile_end_ptr,
     num_assignments,
+    TILE_ROWS: tl.constexpr,
+    REST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    PART_ROWS: tl.constexpr,  # of a block, that a program takes
-    STEP_ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     follow(CHAINED)
-    first = tl.program_id(0) * PART_ROWS
-    block = first // BLOCK_ROWS
-    at = first + tl.arange(0, PART_ROWS)
-    inside = at < num_assignments
-    mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
-    end = tl.minimum(first + PART_ROWS, num_assignments)
-    _, before = _place_in_block(experts_ptr, block * BLOCK_ROWS, end, mine, at, PART_ROWS, STEP_ROWS)
-    begin = tl.load(begin_ptr + block * WIDTH + mine, mask=inside, other=0)
-    tl.store(order_ptr + begin + before, at, mask=inside)
+    block = tl.program_id(0) - 1
+    totals = tl.load(totals_ptr + tl.arange(0, WIDTH))
+    if block < 0:
+        _write_tiles(totals, num_tiles_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, TILE_ROWS, REST, WIDTH)
+    else:
+        at = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = at < num_assignments
+        mine = tl.load(experts_ptr + at, mask=inside, other=0).to(tl.int32)
+        first = tl.sum(tl.where(tl.arange(0, WIDTH)[None, :] < mine[:, None], totals[None, :], 0), 1)
+        before = tl.load(counts_ptr + block * WIDTH + mine) + tl.load(ranks_ptr + at, mask=inside, other=0)
+        tl.store(order_ptr + first + before, at, mask=inside)
 
 
 def most_tiles(num_assignments: int, num_experts: int, tile_rows: int) -> int:
@@ -352,47 +361,47 @@ def group_by_expert(experts: torch.Tensor, num_experts: int, tile_rows: int, res
     assert experts.dtype == torch.int64
     assert experts.is_contiguous()
     assert num_assignments > 0
-    block = min(BLOCK, max(16, triton.next_power_of_2(num_assignments)))
-    num_blocks = triton.cdiv(num_assignments, block)
-    assert num_blocks <= MOST_BLOCKS, f"{num_assignments} assignments, at most {MOST_BLOCKS * BLOCK}"
     width = max(16, triton.next_power_of_2(num_experts))
     room = most_tiles(num_assignments, num_experts, tile_rows)
     order = torch.empty(num_assignments, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, room), dtype=torch.int32, device=experts.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=experts.device)
-    step = min(STEP, block)
     targets = (num_tiles, tiles[0], tiles[1], tiles[2])
-    if num_blocks == 1:
+    if num_assignments <= ALONE:
+        block = max(16, triton.next_power_of_2(num_assignments))
         _group_one_block_kernel[(1,)](
             *(experts, order, *targets, num_assignments),
             TILE_ROWS=tile_rows,
             REST=rest,
             WIDTH=width,
             BLOCK_ROWS=block,
-            STEP_ROWS=step,
+            STEP_ROWS=min(STEP, block),
             **chained(),
-            num_warps=4 if block < BLOCK else 8,
+            num_warps=4 if block < ALONE else 8,
         )
     else:
+        num_blocks = triton.cdiv(num_assignments, BLOCK)
+        assert num_blocks <= MOST_BLOCKS, f"{num_assignments} assignments, at most {MOST_BLOCKS * BLOCK}"
         counts = torch.empty((num_blocks, width), dtype=torch.int32, device=experts.device)
+        totals = torch.empty(width, dtype=torch.int32, device=experts.device)
+        ranks = torch.empty(num_assignments, dtype=torch.int32, device=experts.device)
         _count_kernel[(num_blocks,)](
-            experts, counts, num_assignments, WIDTH=width, BLOCK_ROWS=block, **chained(), num_warps=4
+            *(experts, counts, ranks, num_assignments), WIDTH=width, BLOCK_ROWS=BLOCK, **chained(), num_warps=4
         )
-        _begin_kernel[(1,)](
-            *(counts, *targets, num_blocks),
+        _scan_kernel[(width // SCANNED,)](
+            *(counts, totals, num_blocks),
+            WIDTH=width,
+            BLOCKS=triton.next_power_of_2(num_blocks),
+            EXPERTS=SCANNED,
+            **chained(),
+            num_warps=8,
+        )
+        _order_kernel[(num_blocks + 1,)](
+            *(experts, counts, totals, ranks, order, *targets, num_assignments),
             TILE_ROWS=tile_rows,
             REST=rest,
             WIDTH=width,
-            BLOCKS=triton.next_power_of_2(num_blocks),
-            **chained(),
-            num_warps=16,
-        )
-        _order_kernel[(triton.cdiv(num_assignments, PART),)](
-            *(experts, counts, order, num_assignments),
-            WIDTH=width,
-            BLOCK_ROWS=block,
-            PART_ROWS=PART,
-            STEP_ROWS=step,
+            BLOCK_ROWS=BLOCK,
             **chained(),
             num_warps=4,
         )

@@ -6,7 +6,7 @@ import torch
 from kernels import moe
 from kernels.moe import Activation, ActivationKind, Routing, SigmoidRule, experts_reference
 from kernels.triton_moe import MOST, MoeTiles, ProductTiles, grouped_experts
-from kernels.triton_routing import BLOCK, group_by_expert, most_tiles, route_sigmoid, route_softmax
+from kernels.triton_routing import ALONE, group_by_expert, most_tiles, route_sigmoid, route_softmax
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, randn, relative_error
 
 SWIGLU = Activation(ActivationKind.SWIGLU, None)
@@ -64,7 +64,7 @@ def test_a_nan_row_has_experts_that_exist_and_harms_no_other():
 
 
 @pytest.mark.parametrize("rest", [0, 5])
-@pytest.mark.parametrize("num_rows", [1, 16, 64, BLOCK // 4, BLOCK // 4 + 1, 500])
+@pytest.mark.parametrize("num_rows", [1, 16, 64, ALONE // 4, ALONE // 4 + 1, 500])
 def test_groups_are_sorted_by_expert_then_number(num_rows, rest):
     num_experts, top_k, tile_rows = 24, 4, 16
     experts = torch.randint(0, num_experts - 1, (num_rows, top_k), generator=torch.Generator().manual_seed(5))
