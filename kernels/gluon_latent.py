@@ -35,9 +35,9 @@ from kernels.gluon_latent_tiles import (
     STAGES,
     bring_blocks,
     gather_rows,
+    keys_of,
     make_query,
     make_ring,
-    split_of,
 )
 from kernels.gluon_paged_prefill import is_available
 from kernels.triton_chain import chained, hand_over, hold
@@ -118,7 +118,7 @@ def _score_and_weigh_left(
     query_turn = 0
     share_turn = 0
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        _row, _begin, num_keys = split_of(item, work, SPLIT, SELECTED)
+        num_keys = keys_of(item, work, SPLIT, SELECTED)
         best = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         total = gl.full([HEADS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         acc = gl.full([HEADS, HALF], 0.0, gl.float32, o_layout)
@@ -189,7 +189,7 @@ def _weigh_right(
     step = 0
     share_turn = 0
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        _row, _begin, num_keys = split_of(item, work, SPLIT, SELECTED)
+        num_keys = keys_of(item, work, SPLIT, SELECTED)
         acc = gl.full([HEADS, HALF], 0.0, gl.float32, layout)
         for _start in range(0, num_keys, KEYS):
             slot = step % STAGES
@@ -216,24 +216,19 @@ def _attend_splits_kernel(
     half_bulk,  # descriptors of [num_blocks, KEYS, 2 * HALF + ROPE]
     rope_bulk,
     tables_ptr,
-    num_keys_ptr,
-    row_seqs_ptr,
     first_ptr,
-    item_rows_ptr,
+    items_ptr,
     outs_ptr,  # [most_items, num_heads, 2 * HALF] float32
     lses_ptr,  # [most_items, num_heads] float32
     num_rows,
     num_heads,
     scale,
     table_stride,
-    SPLIT: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     hold(CHAINED)
     head = gl.program_id(0) * HEADS
     num_items = gl.load(first_ptr + num_rows)
-    work = (first_ptr, item_rows_ptr, num_keys_ptr)
-    tables = (tables_ptr, row_seqs_ptr, table_stride)
     outs_ptr += head * (2 * HALF)
     lses_ptr += head
     query = make_query()
@@ -241,11 +236,11 @@ def _attend_splits_kernel(
     handed = _make_shares()
     gl.warp_specialize(
         [
-            (_score_and_weigh_left, (num_items, work, query, num_heads, num_heads - head, None, scale, outs_ptr,
-                                     lses_ptr, ring, handed, SPLIT, False, True)),
-            (_weigh_right, (num_items, work, num_heads, num_heads - head, outs_ptr, ring, handed, SPLIT, False)),
-            (bring_blocks, (num_items, work, q_half_bulk, q_rope_bulk, query, half_bulk, rope_bulk, tables, ring,
-                             SPLIT)),
+            (_score_and_weigh_left, (num_items, items_ptr, query, num_heads, num_heads - head, None, scale, outs_ptr,
+                                     lses_ptr, ring, handed, 0, False, True)),
+            (_weigh_right, (num_items, items_ptr, num_heads, num_heads - head, outs_ptr, ring, handed, 0, False)),
+            (bring_blocks, (num_items, items_ptr, q_half_bulk, q_rope_bulk, query, half_bulk, rope_bulk, tables_ptr,
+                             table_stride, ring)),
         ],
         [4, 1],
         [208, 40],
@@ -312,7 +307,7 @@ def grouped_mla(q: torch.Tensor, plane: torch.Tensor, plan: DecodePlan, *, scale
     num_rows, num_heads = q.shape[:2]
     _check(q, plane, scale)
     assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
-    assert plan.split % BLOCK == 0
+    assert plan.step % BLOCK == 0
     assert plane.shape[1] == BLOCK
     outs = torch.empty((plan.most_items, num_heads, LATENT_DIM), dtype=torch.float32, device=q.device)
     lses = torch.empty((plan.most_items, num_heads), dtype=torch.float32, device=q.device)
@@ -322,17 +317,14 @@ def grouped_mla(q: torch.Tensor, plane: torch.Tensor, plan: DecodePlan, *, scale
         _descriptor(plane, BLOCK, HALF.value),
         _descriptor(plane, BLOCK, ROPE.value),
         plan.rows.block_tables,
-        plan.rows.num_keys,
-        plan.rows.row_seqs,
         plan.first_items,
-        plan.item_rows,
+        plan.items,
         outs,
         lses,
         num_rows,
         num_heads,
         scale * LOG2E.value,
         plan.rows.block_tables.stride(0),
-        SPLIT=plan.split,
         num_warps=4,
         **chained(),
     )

@@ -56,19 +56,14 @@ def make_query():
 
 
 @gluon.jit
-def split_of(item, work, SPLIT: gl.constexpr, SELECTED: gl.constexpr):
-    """The row of an item, where the item's keys begin, and how many there are."""
+def keys_of(item, work, SPLIT: gl.constexpr, SELECTED: gl.constexpr):
+    """How many keys an item has."""
     if SELECTED:
         num_splits, num_entries = work
-        row = item // num_splits
-        begin = item % num_splits * SPLIT
-        num_keys = gl.minimum(SPLIT, num_entries - begin)
+        num_keys = gl.minimum(SPLIT, num_entries - item % num_splits * SPLIT)
     else:
-        first_ptr, item_rows_ptr, num_keys_ptr = work
-        row = gl.load(item_rows_ptr + item)
-        begin = (item - gl.load(first_ptr + row)) * SPLIT
-        num_keys = gl.minimum(SPLIT, gl.load(num_keys_ptr + row) - begin)
-    return row, begin, num_keys
+        num_keys = gl.load(work + 4 * item + 2) - gl.load(work + 4 * item + 1)
+    return num_keys
 
 
 @gluon.jit
@@ -83,34 +78,53 @@ def _bring_query(row, turn, half_bulk, rope_bulk, query):
 
 
 @gluon.jit
+def _begin(items_ptr, item, tables_ptr, table_stride):
+    """An item's row, where its keys begin and end, and where its first block's id stands."""
+    begin = gl.load(items_ptr + 4 * item + 1)
+    ids_ptr = tables_ptr + gl.load(items_ptr + 4 * item + 3).to(gl.int64) * table_stride + begin // KEYS
+    return gl.load(items_ptr + 4 * item), begin, gl.load(items_ptr + 4 * item + 2), ids_ptr
+
+
+@gluon.jit
 def bring_blocks(
-    num_items, work, q_half_bulk, q_rope_bulk, query, half_bulk, rope_bulk, tables, ring, SPLIT: gl.constexpr
+    num_items, items_ptr, q_half_bulk, q_rope_bulk, query, half_bulk, rope_bulk, tables_ptr, table_stride, ring
 ):
-    """Copies block after block, as fast as slots become free, and each item's query after its first block."""
+    """Copies block after block, as fast as slots become free, and each item's query after its first block.
+
+    An item is looked up during the one before it, and a block's id during the block before it.
+    """
     lefts, rights, ropes, full, empty = ring
-    tables_ptr, row_seqs_ptr, table_stride = tables
     step = 0
     query_turn = 0
-    for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        row, begin, num_keys = split_of(item, work, SPLIT, False)
-        table_ptr = tables_ptr + gl.load(row_seqs_ptr + row).to(gl.int64) * table_stride
-        for start in range(begin, begin + num_keys, KEYS):
-            block = gl.load(table_ptr + start // KEYS).to(gl.int32)
-            slot = step % STAGES
-            turn = (step // STAGES) & 1
-            left_full = full.index(2 * slot)
-            right_full = full.index(2 * slot + 1)
-            mbarrier.wait(empty.index(2 * slot), turn ^ 1)
-            mbarrier.expect(left_full, half_bulk.block_type.nbytes + rope_bulk.block_type.nbytes)
-            tma.async_copy_global_to_shared(half_bulk, [block, 0, 0], left_full, lefts.index(slot))
-            tma.async_copy_global_to_shared(rope_bulk, [block, 0, 2 * HALF], left_full, ropes.index(slot))
-            mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
-            mbarrier.expect(right_full, half_bulk.block_type.nbytes)
-            tma.async_copy_global_to_shared(half_bulk, [block, 0, HALF], right_full, rights.index(slot))
-            if start == begin:
-                _bring_query(row, query_turn, q_half_bulk, q_rope_bulk, query)
-            step += 1
-        query_turn ^= 1
+    first = gl.program_id(1)
+    if first < num_items:
+        row, begin, end, ids_ptr = _begin(items_ptr, first, tables_ptr, table_stride)
+        block = gl.load(ids_ptr)
+        for item in range(first, num_items, gl.num_programs(1)):
+            following = gl.minimum(item + gl.num_programs(1), num_items - 1)
+            next_row, next_begin, next_end, next_ids_ptr = _begin(items_ptr, following, tables_ptr, table_stride)
+            for start in range(begin, end, KEYS):
+                place = block.to(gl.int32)
+                ids_ptr = gl.where(start + KEYS < end, ids_ptr + 1, next_ids_ptr)
+                block = gl.load(ids_ptr)
+                slot = step % STAGES
+                turn = (step // STAGES) & 1
+                left_full = full.index(2 * slot)
+                right_full = full.index(2 * slot + 1)
+                mbarrier.wait(empty.index(2 * slot), turn ^ 1)
+                mbarrier.expect(left_full, half_bulk.block_type.nbytes + rope_bulk.block_type.nbytes)
+                tma.async_copy_global_to_shared(half_bulk, [place, 0, 0], left_full, lefts.index(slot))
+                tma.async_copy_global_to_shared(rope_bulk, [place, 0, 2 * HALF], left_full, ropes.index(slot))
+                mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
+                mbarrier.expect(right_full, half_bulk.block_type.nbytes)
+                tma.async_copy_global_to_shared(half_bulk, [place, 0, HALF], right_full, rights.index(slot))
+                if start == begin:
+                    _bring_query(row, query_turn, q_half_bulk, q_rope_bulk, query)
+                step += 1
+            query_turn ^= 1
+            row = next_row
+            begin = next_begin
+            end = next_end
 
 
 @gluon.jit
@@ -142,7 +156,10 @@ def gather_rows(
     step = 0
     query_turn = 0
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        row, begin, num_keys = split_of(item, work, SPLIT, True)
+        num_splits, _num_entries = work
+        row = item // num_splits
+        begin = item % num_splits * SPLIT
+        num_keys = keys_of(item, work, SPLIT, True)
         position = gl.load(positions_ptr + row)
         row_picks_ptr = picks_ptr + row.to(gl.int64) * picks_stride
         table_ptr = tables_ptr + gl.load(row_seqs_ptr + row).to(gl.int64) * table_stride

@@ -13,7 +13,7 @@ import torch
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_fit
 from kernels.paged_attention import MAX_NARROW_ROWS, GatedQueries, PagedRows
 from kernels.triton_activate import gate_heads
-from kernels.triton_paged_decode import DecodePlan, DecodeRows, decode_tiles, num_splits, paged_decode, plan_decode
+from kernels.triton_paged_decode import SPLITS, DecodePlan, DecodeRows, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, PrefillPlan, paged_prefill, plan_prefill, prefill_tiles
 
 
@@ -33,9 +33,7 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
     device = rows.block_tables.device
     by_groups = is_fit(device, block_size=block_size, head_dim=head_dim)
     if rows.is_decode and rows.positions is not None:
-        return TritonPlan(
-            rows.cu_rows[-1], _plan_step(rows, rows.positions, block_size, head_dim), None, None, by_groups
-        )
+        return TritonPlan(rows.cu_rows[-1], _plan_step(rows, rows.positions, block_size), None, None, by_groups)
     chunks: list[int] = []
     narrow: list[tuple[int, int, int]] = []  # (row, sequence, num_keys)
     for s, (first, last) in enumerate(pairwise(rows.cu_rows)):
@@ -53,29 +51,25 @@ def plan_attention(rows: PagedRows, block_size: int, head_dim: int) -> TritonPla
         prefill = plan_prefill(chunk_rows, tuple(chunks), block_size=block_size, rows_per_tile=rows_per_tile)
     if not narrow:
         return TritonPlan(num_rows, None, None, prefill, by_groups)
-    tiles = decode_tiles(head_dim)
     taken, seqs, num_keys = torch.tensor(narrow).unbind(1)
     decode = plan_decode(
         DecodeRows(rows.block_tables, num_keys.to(device, torch.int32), seqs.to(device, torch.int32)),
         block_size=block_size,
-        split=tiles.split,
-        halved=tiles.halved,
-        most_items=sum(num_splits(keys, tiles.split, tiles.halved) for _, _, keys in narrow),
+        rule=SPLITS,
+        most_items=sum(SPLITS.most_splits(keys) for _, _, keys in narrow),
     )
     return TritonPlan(num_rows, decode, taken.to(device) if chunks else None, prefill, by_groups)
 
 
-def _plan_step(rows: PagedRows, positions: torch.Tensor, block_size: int, head_dim: int) -> DecodePlan:
+def _plan_step(rows: PagedRows, positions: torch.Tensor, block_size: int) -> DecodePlan:
     """One row of each sequence; the host says only how much room there is."""
-    tiles = decode_tiles(head_dim)
     assert max(rows.starts) < rows.block_tables.shape[1] * block_size, "block table does not cover the rows"
     seqs = torch.arange(rows.cu_rows[-1], dtype=torch.int32, device=positions.device)
     return plan_decode(
         DecodeRows(rows.block_tables, positions.int() + 1, seqs),
         block_size=block_size,
-        split=tiles.split,
-        halved=tiles.halved,
-        most_items=sum(num_splits(start + 1, tiles.split, tiles.halved) for start in rows.starts),
+        rule=SPLITS,
+        most_items=sum(SPLITS.most_splits(start + 1) for start in rows.starts),
     )
 
 

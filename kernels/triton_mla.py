@@ -11,25 +11,24 @@ have a fixed length at fixed places and are merged in order.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla, is_fit
-from kernels.triton_paged_decode import DecodePlan
+from kernels.triton_paged_decode import DecodePlan, SplitRule
 from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_selected import SelectedRows, selected_offsets, selected_tokens
 from kernels.triton_softmax import LN2, LOG2E, AttentionTiles, Parts, merge_partials, merge_ragged
 
-LATENT_SPLIT = 2048  # keys of a split; decides bytes. 1,024 is faster for a row alone, 4,096 for four long rows
+LATENT_SPLITS = SplitRule(512, 2048)  # of dense rows
+SELECTED_SPLIT = 2048  # keys of a split of a selection; decides bytes
 
 
 def latent_tiles(num_heads: int) -> AttentionTiles:
     """64 keys are the rows that a matrix instruction takes; more heads than 32 at once do not fit into registers."""
     heads = min(32, max(16, triton.next_power_of_2(num_heads)))
-    return AttentionTiles(split=LATENT_SPLIT, keys=64, heads=heads, num_warps=8, num_stages=2)
+    return AttentionTiles(split=SELECTED_SPLIT, keys=64, heads=heads, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -98,10 +97,8 @@ def _latent_splits_kernel(
     q_ptr,  # [num_rows, num_heads, LATENT + ROPE]
     plane_ptr,  # [num_blocks, PAGE, LATENT + ROPE]
     tables_ptr,
-    num_keys_ptr,
-    row_seqs_ptr,
     first_ptr,
-    item_rows_ptr,
+    items_ptr,
     outs_ptr,  # [most_items, num_heads, LATENT] float32
     lses_ptr,  # [most_items, num_heads] float32
     num_rows,
@@ -117,7 +114,6 @@ def _latent_splits_kernel(
     ROPE: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -126,10 +122,10 @@ def _latent_splits_kernel(
     item = tl.program_id(1)
     if item >= tl.load(first_ptr + num_rows):
         return
-    row = tl.load(item_rows_ptr + item)
-    begin = (item - tl.load(first_ptr + row)) * SPLIT
-    end = tl.minimum(begin + SPLIT, tl.load(num_keys_ptr + row))
-    table_ptr = tables_ptr + tl.load(row_seqs_ptr + row).to(tl.int64) * table_stride
+    row = tl.load(items_ptr + 4 * item)
+    begin = tl.load(items_ptr + 4 * item + 1)
+    end = tl.load(items_ptr + 4 * item + 2)
+    table_ptr = tables_ptr + tl.load(items_ptr + 4 * item + 3).to(tl.int64) * table_stride
     q_row_ptr = q_ptr + row.to(tl.int64) * q_row_stride
     q, q_rope = _load_query(q_row_ptr, heads, num_heads, q_head_stride, LATENT, WIDTH, ROPE, ROPE_WIDTH)
     best = tl.full((HEADS,), float("-inf"), tl.float32)
@@ -218,8 +214,8 @@ def mla_decode(
         plan: of this batch.
         latent_dim: C.
         scale: positive factor of the scores.
-        tiles: how to cut the work, with the split of the plan; default: by groups of warps (kernels/gluon_latent.py)
-            where card and model are fit for it, else what was fastest here.
+        tiles: how to cut the work, but for splits, which the plan has; default: by groups of warps
+            (kernels/gluon_latent.py) where card and model are fit for it, else what was fastest here.
 
     Returns:
         [num_rows, num_heads, C] bfloat16.
@@ -229,10 +225,9 @@ def mla_decode(
     _check(q, plane, latent_dim, scale)
     if tiles is None and _is_fit(plane, latent_dim):
         return grouped_mla(q, plane, plan, scale=scale)
-    tiles = tiles or replace(latent_tiles(num_heads), split=plan.split)
+    tiles = tiles or latent_tiles(num_heads)
     assert num_rows == plan.rows.num_keys.shape[0], "the plan is of another batch"
-    assert plan.split == tiles.split, "the plan has other splits"
-    assert tiles.split % tiles.keys == 0
+    assert plan.step % tiles.keys == 0
     assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
     outs = torch.empty((plan.most_items, num_heads, latent_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty((plan.most_items, num_heads), dtype=torch.float32, device=q.device)
@@ -241,10 +236,8 @@ def mla_decode(
         q,
         plane,
         plan.rows.block_tables,
-        plan.rows.num_keys,
-        plan.rows.row_seqs,
         plan.first_items,
-        plan.item_rows,
+        plan.items,
         outs,
         lses,
         num_rows,
@@ -260,7 +253,6 @@ def mla_decode(
         ROPE=rope_dim,
         ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16,
         PAGE=block_size,
-        SPLIT=tiles.split,
         KEYS=tiles.keys,
         HEADS=tiles.heads,
         num_warps=tiles.num_warps,

@@ -1,10 +1,10 @@
-"""Attention of single rows over their whole paged history, in splits of a fixed length.
+"""Attention of single rows over their whole paged history, in splits whose length follows from how long that is.
 
-A row's keys are cut at multiples of a fixed number, of its half among the first keys where a short history would fill
-few programs. Each split is computed by itself into (output, log-sum-exp), and a row's splits are merged in position
-order, so that a row's bytes follow from its query and its keys alone: not from the batch, from which blocks hold the
-keys, nor from how many programs run. Rows of several sequences lie side by side; k
-verification rows of one sequence are k rows whose histories differ by one key, and give the bytes of k decode steps.
+A row's keys are cut at multiples of its split, which is shorter where a history is, so that it fills the card too. Each
+split is computed by itself into (output, log-sum-exp), and a row's splits are merged in position order, so that a row's
+bytes follow from its query and its keys alone: not from the batch, from which blocks hold the keys, nor from how many
+programs run. Rows of several sequences lie side by side; k verification rows of one sequence are k rows whose histories
+differ by one key, and give the bytes of k decode steps.
 
 Every size that changes from step to step is read on the device, so a captured graph serves any batch that fits.
 """
@@ -23,7 +23,7 @@ from triton import knobs
 from kernels.gluon_fp8_decode import NUM_MULTIPROCESSORS, Splits, attend_splits, is_fit
 from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_fp8_decode import attend_fp8_splits_kernel
-from kernels.triton_pages import blocks_of, tile_rows
+from kernels.triton_pages import blocks_of, bulk_rows, tile_rows
 from kernels.triton_softmax import LOG2E, Parts, finish_rows, fold_tile, merge_ragged
 
 FP8 = torch.float8_e4m3fn
@@ -31,27 +31,55 @@ MOST_ROWS = 4096  # of a plan: one program sums their splits
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTiles:
-    """How a launch is cut. `split`, `halved` and `keys` decide bytes, the rest only speed."""
+class SplitRule:
+    """How many keys a split of a row has: as many as make `count` splits of it, within bounds. Decides bytes."""
 
-    split: int  # keys of a split; its half is a whole number of `keys`
+    shortest: int
+    longest: int
+    count: int = 64
+    step: int = 64  # every length is a whole number of them
+
+    def __post_init__(self) -> None:
+        assert self.shortest % self.step == 0
+        assert self.longest % self.step == 0
+
+    def length(self, num_keys: int) -> int:
+        """Keys of each split but the last, in a row of so many."""
+        even = -(-num_keys // (self.count * self.step)) * self.step
+        return min(max(even, self.shortest), self.longest)
+
+    def num_splits(self, num_keys: int) -> int:
+        """Splits of a row."""
+        return -(-num_keys // self.length(num_keys))
+
+    def most_splits(self, num_keys: int) -> int:
+        """Of a row of at most so many keys: a shorter row may have more."""
+        return max(self.num_splits(num_keys), self.num_splits(min(num_keys, self.count * self.shortest)))
+
+
+SPLITS = SplitRule(256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How a launch is cut. `keys` decides bytes, the rest only speed."""
+
     keys: int  # that a program takes at once
     num_warps: int
     num_stages: int  # tiles in flight
     most_programs: int = 1 << 16  # of a launch; they take what is beyond in turns
-    halved: int = 0  # so many keys at the beginning, a whole number of splits, lie in splits half as long
 
 
 def decode_tiles(head_dim: int, num_programs: int = 1 << 16, *, is_fp8: bool = False) -> DecodeTiles:
-    """What was fastest on an H200. The split, its half and the keys, which decide bytes, follow from none of these.
+    """What was fastest on an H200. The keys, which decide bytes, follow from none of these.
 
     Programs that have a multiprocessor to themselves keep more tiles in flight, and so do those whose tiles are small.
-    A captured step has room for up to twice the programs that have something to do.
     """
-    alone = 2 * num_programs <= 3 * NUM_MULTIPROCESSORS and head_dim == triton.next_power_of_2(head_dim)
-    small = head_dim * (1 if is_fp8 else 2) <= 128
-    stages = 3 if alone or small else 2
-    return DecodeTiles(split=1024, keys=64, num_warps=4, num_stages=stages, halved=4096)
+    if is_fp8 or head_dim <= 64:
+        return DecodeTiles(keys=64, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
+    if head_dim <= 128:
+        return DecodeTiles(keys=64, num_warps=2, num_stages=2)
+    return DecodeTiles(keys=64, num_warps=4, num_stages=3 if num_programs <= NUM_MULTIPROCESSORS else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +98,19 @@ class DecodePlan:
     rows: DecodeRows
     first_items: torch.Tensor  # [num_rows + 1] int32: the first item of each row, an item a split; last, how many
     num_items: torch.Tensor  # [num_rows] int32: of each row; -1: there is no room for them
-    item_rows: torch.Tensor  # [most_items] int32
     items: torch.Tensor  # [most_items, 4] int32: row, first key, key after the last, sequence
-    split: int
-    halved: int
+    step: int  # every split but a row's last has a whole number of such keys
 
     @property
     def most_items(self) -> int:
         """Splits that there is room for."""
-        return self.item_rows.shape[0]
+        return self.items.shape[0]
 
 
-def num_splits(num_keys: int, split: int, halved: int = 0) -> int:
-    """Splits of a row, for a host that makes room for them."""
-    early = min(num_keys, halved)
-    return -(-2 * early // split) - (early - num_keys) // split
+@triton.jit
+def _lengths(num_keys, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """SplitRule.length of each row."""
+    return tl.minimum(tl.maximum(tl.cdiv(num_keys, COUNT * STEP) * STEP, SHORTEST), LONGEST)
 
 
 @triton.jit(do_not_specialize=["num_rows", "most_items", "capacity"])
@@ -93,51 +119,47 @@ def _plan_kernel(
     row_seqs_ptr,
     first_ptr,
     num_items_ptr,
-    item_rows_ptr,
     items_ptr,
     num_rows,
     most_items,
     capacity,
-    SPLIT: tl.constexpr,
-    HALVED: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    HALF: tl.constexpr = SPLIT // 2
-    HALVES: tl.constexpr = HALVED // HALF
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     num_keys = tl.load(num_keys_ptr + rows, mask=rows < num_rows, other=0)
-    early = tl.minimum(num_keys, HALVED)
-    splits = tl.where(num_keys > capacity, 0, tl.cdiv(early, HALF) + tl.cdiv(num_keys - early, SPLIT))
+    splits = tl.where(num_keys > capacity, 0, tl.cdiv(num_keys, _lengths(num_keys, SHORTEST, LONGEST, COUNT, STEP)))
     first = tl.sum(tl.where(rows < row, splits, 0), 0)
     last = first + tl.sum(tl.where(rows == row, splits, 0), 0)
-    broken = (tl.load(num_keys_ptr + row) > capacity) | (last > most_items)
+    num_keys = tl.load(num_keys_ptr + row)
+    broken = (num_keys > capacity) | (last > most_items)
     tl.store(first_ptr + row, first)
     tl.store(num_items_ptr + row, tl.where(broken, -1, last - first))
     if row == num_rows - 1:
         tl.store(first_ptr + num_rows, tl.minimum(last, most_items))
     steps = tl.arange(0, 128)
     last = tl.minimum(last, most_items)
-    num_keys = tl.load(num_keys_ptr + row)
+    length = _lengths(num_keys, SHORTEST, LONGEST, COUNT, STEP)
     seq = tl.load(row_seqs_ptr + row)
     for start in range(first, last, 128):
         item = start + steps
         inside = item < last
-        number = item - first
-        begin = tl.minimum(number, HALVES) * HALF + tl.maximum(number - HALVES, 0) * SPLIT
-        end = begin + tl.where(number < HALVES, HALF, SPLIT)
-        tl.store(item_rows_ptr + item, row, mask=inside)
+        begin = (item - first) * length
         tl.store(items_ptr + 4 * item, row, mask=inside)
         tl.store(items_ptr + 4 * item + 1, begin, mask=inside)
-        tl.store(items_ptr + 4 * item + 2, tl.minimum(end, num_keys), mask=inside)
+        tl.store(items_ptr + 4 * item + 2, tl.minimum(begin + length, num_keys), mask=inside)
         tl.store(items_ptr + 4 * item + 3, seq, mask=inside)
 
 
-def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: int, halved: int = 0) -> DecodePlan:
-    """Lays out the splits of a batch, on the device; `split` and `halved` as in DecodeTiles.
+def plan_decode(rows: DecodeRows, *, block_size: int, rule: SplitRule, most_items: int) -> DecodePlan:
+    """Lays out the splits of a batch, on the device.
 
-    `most_items` is at least the sum of `num_splits` over the rows: a row whose splits find no room, or that has more
-    keys than its table has blocks for, comes out as NaN.
+    `most_items` is at least the sum of `rule.num_splits` over the rows: a row whose splits find no room, or that has
+    more keys than its table has blocks for, comes out as NaN.
     """
     num_rows = rows.num_keys.shape[0]
     assert 0 < num_rows <= MOST_ROWS
@@ -145,29 +167,27 @@ def plan_decode(rows: DecodeRows, *, block_size: int, split: int, most_items: in
     assert rows.row_seqs.shape == (num_rows,)
     assert rows.block_tables.dtype in (torch.int32, torch.int64)
     assert rows.block_tables.stride(1) == 1
-    assert split % 2 == 0
-    assert halved % split == 0
     assert 0 < most_items < 1 << 18, "the sum of a full batch's items stays an int32"
     device = rows.num_keys.device
     first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
     num_items = torch.empty(num_rows, dtype=torch.int32, device=device)
-    item_rows = torch.empty(most_items, dtype=torch.int32, device=device)
     items = torch.empty((most_items, 4), dtype=torch.int32, device=device)
     _plan_kernel[(num_rows,)](
         rows.num_keys,
         rows.row_seqs,
         first_items,
         num_items,
-        item_rows,
         items,
         num_rows,
         most_items,
         rows.block_tables.shape[1] * block_size,
-        SPLIT=split,
-        HALVED=halved,
+        SHORTEST=rule.shortest,
+        LONGEST=rule.longest,
+        COUNT=rule.count,
+        STEP=rule.step,
         ROWS=triton.next_power_of_2(num_rows),
     )
-    return DecodePlan(rows, first_items, num_items, item_rows, items, split, halved)
+    return DecodePlan(rows, first_items, num_items, items, rule.step)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -175,6 +195,8 @@ def _attend_splits_kernel(
     q_ptr,  # [num_rows, NUM_KV_HEADS * GROUP, HEAD_DIM]
     k_ptr,  # [num_blocks, PAGE, NUM_KV_HEADS, HEAD_DIM]
     v_ptr,  # as k
+    k_bulk,  # descriptors of the same as [num_blocks, NUM_KV_HEADS, PAGE, HEAD_DIM], or None
+    v_bulk,
     tables_ptr,
     first_ptr,
     items_ptr,
@@ -195,6 +217,8 @@ def _attend_splits_kernel(
     KEYS: tl.constexpr,
     M: tl.constexpr,  # GROUP, padded to what a dot takes
     WIDTH: tl.constexpr,  # HEAD_DIM, padded to a power of two
+    BULK: tl.constexpr,  # whole tiles come by bulk copies
+    STAGES: tl.constexpr,  # of tiles that come by pointers
     CHAINED: tl.constexpr,
 ):
     hold(CHAINED)
@@ -219,7 +243,17 @@ def _attend_splits_kernel(
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, WIDTH), tl.float32)
         blocks = blocks_of(table_ptr, begin, end, PAGE, KEYS)
-        for start in range(begin, end, KEYS):
+        if BULK:
+            whole = end // KEYS * KEYS
+            for start in range(begin, whole, KEYS):
+                place = [blocks.to(tl.int32), head, start % PAGE, 0]
+                k = k_bulk.load(place).reshape(KEYS, WIDTH)
+                v = v_bulk.load(place).reshape(KEYS, WIDTH)
+                blocks = blocks_of(table_ptr, start + KEYS, end, PAGE, KEYS)
+                best, total, acc = fold_tile(tl.dot(q, tl.trans(k)), v, scale, best, total, acc)
+        else:
+            whole = begin
+        for start in tl.range(whole, end, KEYS, num_stages=STAGES):
             k_rows = tile_rows(k_ptr + head * head_stride, blocks, start, block_stride, token_stride, PAGE, KEYS)
             v_rows = tile_rows(v_ptr + head * head_stride, blocks, start, block_stride, token_stride, PAGE, KEYS)
             blocks = blocks_of(table_ptr, start + KEYS, end, PAGE, KEYS)
@@ -258,7 +292,7 @@ def paged_decode(
         q: [num_rows, num_heads, head_dim] bfloat16.
         k_plane: [num_blocks, block_size, num_kv_heads, head_dim] bfloat16 or float8_e4m3fn, any stride between blocks.
         v_plane: as k_plane, of the same strides.
-        plan: of this batch, with the split of `tiles`.
+        plan: of this batch.
         scale: positive factor of the scores; the keys' own scale, where fp8 has one, inside.
         v_scale: factor of the values.
         gate: as q, of which a sigmoid is the last factor; rows and heads at any stride.
@@ -306,24 +340,26 @@ def _attend_by_tiles(
     outs, lses = results
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_plane.shape[1:3]
-    assert (plan.split, plan.halved) == (tiles.split, tiles.halved), "the plan has other splits"
-    assert tiles.split % (2 * tiles.keys if tiles.halved else tiles.keys) == 0
+    assert plan.step % tiles.keys == 0
     assert tiles.keys % block_size == 0 or block_size % tiles.keys == 0
     is_fp8 = k_plane.dtype == FP8
     group = num_heads // num_kv_heads
-    kernel = attend_fp8_splits_kernel if is_fp8 else _attend_splits_kernel
     width = max(16, triton.next_power_of_2(head_dim))
-    of_fp8 = {}
     if is_fp8:
         assert head_dim % 2 == 0
         assert all(stride % 2 == 0 for stride in k_plane.stride()[:3])
+        kernel = attend_fp8_splits_kernel
         k_plane, v_plane = k_plane.view(torch.int16), v_plane.view(torch.int16)
         width = max(16, width // 2)
-        of_fp8 = {"PACKED": not knobs.runtime.interpret}
+        planes, of_dtype = (k_plane, v_plane), {"PACKED": not knobs.runtime.interpret}
+    else:
+        kernel = _attend_splits_kernel
+        bulk = width == head_dim and tiles.keys <= block_size
+        copied = (bulk_rows(plane, tiles.keys) if bulk else None for plane in (k_plane, v_plane))
+        planes, of_dtype = (k_plane, v_plane, *copied), {"BULK": bulk, "STAGES": 1 if bulk else tiles.num_stages}
     kernel[(min(plan.most_items * num_kv_heads, tiles.most_programs),)](
         q,
-        k_plane,
-        v_plane,
+        *planes,
         plan.rows.block_tables,
         plan.first_items,
         plan.items,
@@ -344,7 +380,7 @@ def _attend_by_tiles(
         KEYS=tiles.keys,
         M=max(16, triton.next_power_of_2(group)),
         WIDTH=width,
-        **of_fp8,
+        **of_dtype,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **chained(),

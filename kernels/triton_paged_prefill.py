@@ -19,9 +19,8 @@ from itertools import pairwise
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton_pages import blocks_of, tile_rows
+from kernels.triton_pages import blocks_of, bulk_rows, tile_rows
 from kernels.triton_softmax import LOG2E, finish_rows, fold_tile, merge_partials
 
 SPLIT_STEP = 128  # keys: splits begin at its multiples, and are whole numbers of tiles of keys
@@ -300,7 +299,7 @@ def paged_prefill(
     output = PrefillOutput.of(q, plan, out)
     width = triton.next_power_of_2(head_dim)
     bulk = tiles.bulk_copies and width == head_dim and tiles.keys <= block_size
-    k_bulk, v_bulk = (_descriptor(plane, tiles.keys) if bulk else None for plane in (k_plane, v_plane))
+    k_bulk, v_bulk = (bulk_rows(plane, tiles.keys) if bulk else None for plane in (k_plane, v_plane))
     _attend_chunk_kernel[(plan.items.shape[0], num_heads)](
         q,
         k_plane,
@@ -332,10 +331,3 @@ def paged_prefill(
         num_stages=tiles.num_stages,
     )
     return output.merged()
-
-
-def _descriptor(plane: torch.Tensor, keys: int) -> TensorDescriptor:
-    """Heads before rows: a reshape of a bulk copy may drop leading dimensions of one only."""
-    by_head = plane.transpose(1, 2)
-    block = [1, 1, keys, plane.shape[3]]
-    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)

@@ -9,8 +9,10 @@ blocks are int64, inside a block int32.
 # pyright: reportMissingParameterType=false, reportMissingTypeStubs=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -36,3 +38,12 @@ def tile_rows(plane_ptr, blocks, start, block_stride, token_stride, PAGE: tl.con
         return first_ptr + (steps * token_stride)[:, None]
     else:  # noqa: RET505
         return plane_ptr + (blocks * block_stride + (start + steps) % PAGE * token_stride)[:, None]
+
+
+def bulk_rows(plane: torch.Tensor, keys: int) -> TensorDescriptor:
+    """Tiles of `keys` rows of one head of [num_blocks, PAGE, num_heads, width], at [block, head, row, 0].
+
+    Heads come before rows: a reshape of a bulk copy may drop leading dimensions of one only.
+    """
+    by_head = plane.transpose(1, 2)
+    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, 1, keys, plane.shape[3]])

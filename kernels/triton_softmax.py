@@ -20,8 +20,7 @@ from kernels.triton_chain import chained, lead
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-MERGE_PARTS = 16  # parts that a merging program takes at once; decides bytes
-MERGE_CHANNELS = 32  # decides bytes
+MERGE_STEP = 8  # parts that a merge weighs relative to the largest of them; decides bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,25 @@ def finish_rows(best, total, acc):
     return out, lse
 
 
+@dataclass(frozen=True, slots=True)
+class MergeTiles:
+    """How a merge is cut. No byte depends on it: a channel's parts are summed one after the other."""
+
+    parts: int  # that are on their way at once, a whole number of steps
+    channels: int  # of a program
+    num_warps: int
+
+
+def merge_tiles(num_rows: int, num_heads: int, dim: int, most_parts: int) -> MergeTiles:
+    """What was fastest on an H200: few long rows spread over the card, many short ones cost few programs."""
+    width = triton.next_power_of_2(dim)
+    average = -(-most_parts // num_rows)
+    is_few = num_rows * num_heads <= 64
+    parts = 8 if average <= (8 if is_few else 16) else 32 if average <= 48 else 64
+    channels = width if parts == 8 and not is_few else 32 if average > 64 and is_few else 64
+    return MergeTiles(parts, min(channels, width), 1)
+
+
 @triton.jit(do_not_specialize=["parts_per_row"])
 def _merge_kernel(
     outs_ptr,  # [num_parts_of_all, num_heads, dim] float32, contiguous
@@ -84,6 +102,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
+    STEP: tl.constexpr,
     RAGGED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     GATED: tl.constexpr,
@@ -93,45 +112,49 @@ def _merge_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    held = channels < DIM
     if GATED:
         gate_at = row.to(tl.int64) * gate_row_stride + head * gate_head_stride + channels
-        shut = tl.sigmoid(tl.load(gate_ptr + gate_at, mask=channels < DIM, other=0.0).to(tl.float32))
+        shut = tl.sigmoid(tl.load(gate_ptr + gate_at, mask=held, other=0.0).to(tl.float32))
     if RAGGED:
         first = tl.load(first_ptr + row)
         num_parts = tl.load(num_parts_ptr + row)
     else:
         first = row * parts_per_row
         num_parts = parts_per_row
-    last = first + num_parts
-    steps = tl.arange(0, PARTS)
-    best = tl.full((PARTS,), float("-inf"), tl.float32)
-    totals = tl.zeros((PARTS,), tl.float32)
-    acc = tl.zeros((PARTS, CHANNELS), tl.float32)
-    for part in tl.range(first, last, PARTS, num_stages=4):
-        inside = part + steps < last
-        at = (part + steps).to(tl.int64) * num_heads + head
-        lse = tl.load(lses_ptr + at, mask=inside, other=float("-inf"))
-        wanted = inside[:, None] & (channels < DIM)[None, :]
-        outs = tl.load(outs_ptr + at[:, None] * DIM + channels[None, :], mask=wanted, other=0.0)
-        # A part that saw no key may be unwritten.
-        outs = tl.where((lse > float("-inf"))[:, None], outs, 0.0)
-        new_best = tl.maximum(best, lse)
-        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shares = tl.math.exp2((lse - pivot) * LOG2E)
-        keep = tl.math.exp2((best - pivot) * LOG2E)
-        acc = acc * keep[:, None] + shares[:, None] * outs
-        totals = totals * keep + shares
-        best = new_best
-    top = tl.max(best, 0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    keep = tl.math.exp2((best - pivot) * LOG2E)
-    total = tl.sum(totals * keep, 0)
-    out = tl.sum(acc * keep[:, None], 0) / tl.where(total > 0, total, 1.0)
+    outs_ptr += (first.to(tl.int64) * num_heads + head) * DIM + channels
+    lses_ptr += first.to(tl.int64) * num_heads + head
+    best = float("-inf")
+    total = 0.0
+    acc = tl.zeros((CHANNELS,), tl.float32)
+    for part in range(0, num_parts, PARTS):
+        outs = ()
+        lses = ()
+        for i in tl.static_range(PARTS):
+            inside = part + i < num_parts
+            lses += (tl.load(lses_ptr + (part + i) * num_heads, mask=inside, other=float("-inf")),)
+            outs += (tl.load(outs_ptr + (part + i) * (num_heads * DIM), mask=inside & held, other=0.0),)
+        for step in tl.static_range(0, PARTS, STEP):
+            new_best = best
+            for i in tl.static_range(STEP):
+                new_best = tl.maximum(new_best, lses[step + i])
+            pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+            keep = tl.math.exp2((best - pivot) * LOG2E)
+            acc *= keep
+            total *= keep
+            best = new_best
+            for i in tl.static_range(STEP):
+                share = tl.math.exp2((lses[step + i] - pivot) * LOG2E)
+                # A part that saw no key may be unwritten.
+                acc = tl.fma(share, tl.where(lses[step + i] > float("-inf"), outs[step + i], 0.0), acc)
+                total += share
+    pivot = tl.where(best == float("-inf"), 0.0, best)
+    out = acc / tl.where(total > 0, total, 1.0)
     out = tl.where(num_parts < 0, float("nan"), out * out_scale)
     if GATED:  # rounded first, as where the gate is a launch of its own
         out = out.to(merged_ptr.dtype.element_ty).to(tl.float32) * shut
     place = row.to(tl.int64) * num_heads + head
-    tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=channels < DIM)
+    tl.store(merged_ptr + place * DIM + channels, out.to(merged_ptr.dtype.element_ty), mask=held)
     if WITH_LSE:  # noqa: SIM102 - decided while compiling
         if tl.program_id(2) == 0:
             seen = total > 0
@@ -155,6 +178,7 @@ def merge_ragged(
     *,
     out_scale: float = 1.0,
     gate: torch.Tensor | None = None,
+    tiles: MergeTiles | None = None,
 ) -> None:
     """Merges each row's parts, in order, into out [num_rows, heads, dim].
 
@@ -165,11 +189,12 @@ def merge_ragged(
         out: contiguous; a row without parts becomes 0.
         out_scale: factor of the result.
         gate: [rows, heads, dim], of which a sigmoid is the last factor; rows and heads at any stride.
+        tiles: how to cut the work; default: what was fastest.
     """
     assert parts.first.dtype == parts.count.dtype == torch.int32
     assert parts.count.shape == (out.shape[0],)
     assert gate is None or (gate.shape == out.shape and gate.stride(2) == 1)
-    _merge(outs, lses, parts, out, None, out_scale, gate)
+    _merge(outs, lses, parts, out, None, out_scale, gate, tiles)
 
 
 def merge_partials(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
@@ -190,6 +215,7 @@ def _merge(
     out_lse: torch.Tensor | None,
     out_scale: float,
     gate: torch.Tensor | None,
+    tiles: MergeTiles | None = None,
 ) -> None:
     most_parts, num_heads, dim = outs.shape
     num_rows = out.shape[0]
@@ -202,8 +228,8 @@ def _merge(
     assert out_lse is None or (out_lse.shape == out.shape[:2] and out_lse.is_contiguous())
     if num_rows == 0:
         return
-    channels = min(MERGE_CHANNELS, triton.next_power_of_2(dim))
-    _merge_kernel[(num_rows, num_heads, triton.cdiv(dim, channels))](
+    tiles = tiles or merge_tiles(num_rows, num_heads, dim, most_parts)
+    _merge_kernel[(num_rows, num_heads, triton.cdiv(dim, tiles.channels))](
         outs,
         lses,
         None if parts is None else parts.first,
@@ -216,11 +242,12 @@ def _merge(
         *((0, 0) if gate is None else gate.stride()[:2]),
         out_scale,
         DIM=dim,
-        CHANNELS=channels,
-        PARTS=MERGE_PARTS,
+        CHANNELS=tiles.channels,
+        PARTS=tiles.parts,
+        STEP=MERGE_STEP,
         RAGGED=parts is not None,
         WITH_LSE=out_lse is not None,
         GATED=gate is not None,
-        num_warps=2,
+        num_warps=tiles.num_warps,
         **chained(),
     )

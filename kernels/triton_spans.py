@@ -11,13 +11,13 @@ from kernels.indexer import Selection
 from kernels.key_tiles import AnySpan, BatchSpan, Span
 from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
 from kernels.triton_indexer import ScoreRows, index_scores
-from kernels.triton_mla import LATENT_SPLIT, mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import DecodePlan, DecodeRows, num_splits, plan_decode
+from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_paged_decode import DecodePlan, DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_sparse_decode import sparse_decode
 from kernels.triton_topk import top_keys
 
-WHOLE_SPLIT = 1 << 20  # keys that a row of a chunk walks at once; a multiple of every tile
+WHOLE = SplitRule(1 << 20, 1 << 20)  # a row of a chunk walks so many keys at once
 
 
 def span_batch(rows: PagedRows, block_size: int) -> BatchSpan | None:
@@ -30,8 +30,8 @@ def span_batch(rows: PagedRows, block_size: int) -> BatchSpan | None:
     splits = plan_decode(
         DecodeRows(rows.block_tables, positions + 1, row_seqs),
         block_size=block_size,
-        split=LATENT_SPLIT,
-        most_items=sum(num_splits(start + 1, LATENT_SPLIT) for start in rows.starts),
+        rule=LATENT_SPLITS,
+        most_items=sum(LATENT_SPLITS.most_splits(start + 1) for start in rows.starts),
     )
     return BatchSpan(rows.block_tables, positions, row_seqs, max(rows.starts) + 1, splits)
 
@@ -44,11 +44,11 @@ def mla_attention(
     if isinstance(span, BatchSpan):
         assert isinstance(span.splits, DecodePlan)
         return mla_decode(queries, plane, span.splits, latent_dim=latent_dim, scale=scale)
-    split = WHOLE_SPLIT if num_rows > MAX_NARROW_ROWS else LATENT_SPLIT
+    rule = WHOLE if num_rows > MAX_NARROW_ROWS else LATENT_SPLITS
     num_keys = _positions(span, num_rows, queries.device) + 1
     rows = DecodeRows(span.table[None], num_keys, torch.zeros_like(num_keys))
-    most = sum(num_splits(span.start + row + 1, split) for row in range(num_rows))
-    plan = plan_decode(rows, block_size=plane.shape[1], split=split, most_items=most)
+    most = sum(rule.most_splits(span.start + row + 1) for row in range(num_rows))
+    plan = plan_decode(rows, block_size=plane.shape[1], rule=rule, most_items=most)
     return mla_decode(queries, plane, plan, latent_dim=latent_dim, scale=scale)
 
 

@@ -9,11 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, GroupTiles, grouped_prefill, is_fit
 from kernels.triton_paged_decode import (
+    SPLITS,
     DecodePlan,
     DecodeRows,
     DecodeTiles,
-    decode_tiles,
-    num_splits,
+    SplitRule,
     paged_decode,
     plan_decode,
 )
@@ -98,6 +98,8 @@ def decode_rows() -> list[Row]:
         _decode_row("decode B8 128K", deep, [131_072] * 8),
         _decode_row("decode B1 128K", deep, [131_072]),
         _decode_row("decode B1 32K", deep, [32_768]),
+        _decode_row("decode B1 8K", deep, [8_192]),
+        _decode_row("decode B1 8K", wide, [8_192]),
         _decode_row("decode B1 128K", Shape(32, 8, 128, FP8), [131_072]),
         _decode_row("decode B8 128K", Shape(16, 2, 256, FP8), [131_072] * 8),
         _decode_row("decode ragged 1K-128K", wide, ragged),
@@ -106,10 +108,10 @@ def decode_rows() -> list[Row]:
 
 def _decode_row(name: str, shape: Shape, lengths: list[int]) -> Row:
     tokens = sum(lengths)
-    sweep = [DecodeTiles(split, 64, 4, stages) for split in (512, 1024, 2048) for stages in (2, 3, 4)]
-    sweep += [DecodeTiles(1024, 64, 2, 2), DecodeTiles(1024, 32, 4, 2), DecodeTiles(1024, 32, 4, 3)]
-    sweep += [DecodeTiles(split, 64, 4, 2, most_programs=528) for split in (512, 1024)]
-    sweep += [DecodeTiles(1024, 64, 4, stages, halved=halved) for halved in (4096, 16_384) for stages in (2, 3)]
+    fixed = [SplitRule(split, split) for split in (256, 512, 1024, 2048)]
+    sweep = [_decode_way(rule, DecodeTiles(64, 4, stages)) for rule in (SPLITS, *fixed) for stages in (2, 3)]
+    sweep += [_decode_way(SPLITS, DecodeTiles(*cut)) for cut in ((64, 2, 2), (64, 2, 3), (64, 4, 4), (32, 4, 4))]
+    sweep += [_decode_way(SPLITS, DecodeTiles(64, 4, 2, most_programs=528))]
     peers: list[Way] = []
     if len(set(lengths)) == 1:
         peers = [_sdpa_decode(backend) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)]
@@ -123,7 +125,7 @@ def _decode_row(name: str, shape: Shape, lengths: list[int]) -> Row:
         make_inputs=lambda seed: make_inputs(shape, lengths, len(lengths), seed),
         input_bytes=tokens * shape.kv_bytes,
         ways=[Way("ours", lambda x: _decode_run(_as_inputs(x), None)), *peers, read_way(tokens * shape.kv_bytes)],
-        sweep=[_decode_way(tiles) for tiles in sweep],
+        sweep=sweep,
         read_bytes=tokens * shape.kv_bytes,
         flops=4.0 * tokens * shape.heads * shape.dim if shape.heads > 8 * shape.kv_heads else 0.0,
         error=lambda out, x: _decode_error(out, _as_inputs(x)),
@@ -135,20 +137,21 @@ def _as_inputs(inputs: object) -> Inputs:
     return inputs
 
 
-def _decode_way(tiles: DecodeTiles) -> Way:
-    name = f"split {tiles.split} keys {tiles.keys} w{tiles.num_warps} s{tiles.num_stages} h{tiles.halved}"
+def _decode_way(rule: SplitRule, tiles: DecodeTiles) -> Way:
+    name = f"split {rule.shortest}-{rule.longest} keys {tiles.keys} w{tiles.num_warps} s{tiles.num_stages}"
     if tiles.most_programs < 1 << 16:
         name += f" p{tiles.most_programs}"
-    return Way(name, lambda x: _decode_run(_as_inputs(x), tiles))
+    return Way(name, lambda x: _decode_run(_as_inputs(x), tiles, rule=rule))
 
 
-def _decode_run(x: Inputs, tiles: DecodeTiles | None, lengths: list[int] | None = None) -> Run:
-    lengths = lengths or x.lengths
-    plan = _plan(x, lengths, tiles or decode_tiles(x.q.shape[2]))
+def _decode_run(
+    x: Inputs, tiles: DecodeTiles | None, lengths: list[int] | None = None, *, rule: SplitRule = SPLITS
+) -> Run:
+    plan = _plan(x, lengths or x.lengths, rule)
     return lambda: paged_decode(x.q, x.k_plane, x.v_plane, plan, x.scale, tiles=tiles)
 
 
-def _plan(x: Inputs, lengths: list[int], tiles: DecodeTiles) -> DecodePlan:
+def _plan(x: Inputs, lengths: list[int], rule: SplitRule) -> DecodePlan:
     seqs = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     tables = x.tables
     if lengths is not x.lengths:
@@ -157,8 +160,8 @@ def _plan(x: Inputs, lengths: list[int], tiles: DecodeTiles) -> DecodePlan:
         width = -(-max(lengths) // BLOCK)
         tables = blocks[torch.arange(len(lengths) * width, device=DEVICE) % blocks.numel()].view(len(lengths), width)
     rows = DecodeRows(tables, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), seqs)
-    most = sum(num_splits(length, tiles.split, tiles.halved) for length in lengths)
-    return plan_decode(rows, block_size=BLOCK, split=tiles.split, halved=tiles.halved, most_items=most)
+    most = sum(rule.num_splits(length) for length in lengths)
+    return plan_decode(rows, block_size=BLOCK, rule=rule, most_items=most)
 
 
 def _sdpa_decode(backend: SDPBackend) -> Way:

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.triton_mla import LATENT_SPLIT, mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import DecodeRows, num_splits, plan_decode
+from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_paged_decode import DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import AttentionTiles
 from kernels.triton_sparse_decode import sparse_decode
@@ -24,6 +24,7 @@ def latent_rows() -> list[Row]:
     return [
         _mla_row("MLA B4 128K", 4, 131_072, 32),
         _mla_row("MLA B1 128K", 1, 131_072, 32),
+        _mla_row("MLA B1 8K", 1, 8_192, 32),
         _mla_row("MLA B8 32K", 8, 32_768, 128),
         _sparse_mla_row("sparse MLA B64 2048", 64, 128),
         _sparse_mla_row("sparse MLA B1 2048", 1, 128),
@@ -53,7 +54,10 @@ def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
             Way("torch absorbed, contiguous", lambda x: _absorbed(as_pages(x)), is_peer=True),
         ],
         sweep=[
-            *(Way(f"ours, split {s}", lambda x, s=s: _mla_run(as_pages(x), None, s)) for s in (1024, 2048, 4096)),
+            *(
+                Way(f"ours, split {s}", lambda x, s=s: _mla_run(as_pages(x), None, SplitRule(s, s)))
+                for s in (256, 512, 1024, 2048, 4096)
+            ),
             *(Way(_tiles_name(t), lambda x, t=t: _mla_run(as_pages(x), t)) for t in (few if heads <= 32 else many)),
         ],
         read_bytes=bytes_read,
@@ -62,11 +66,10 @@ def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
     )
 
 
-def _mla_run(x: Pages, tiles: AttentionTiles | None, split: int = LATENT_SPLIT) -> Run:
-    split = split if tiles is None else tiles.split
+def _mla_run(x: Pages, tiles: AttentionTiles | None, rule: SplitRule = LATENT_SPLITS) -> Run:
+    rule = rule if tiles is None else SplitRule(tiles.split, tiles.split)
     rows = DecodeRows(x.tables, x.ints(x.length), x.seqs())
-    most = x.tables.shape[0] * num_splits(x.length, split)
-    plan = plan_decode(rows, block_size=BLOCK, split=split, most_items=most)
+    plan = plan_decode(rows, block_size=BLOCK, rule=rule, most_items=x.tables.shape[0] * rule.num_splits(x.length))
     return lambda: mla_decode(x.q, x.planes[0], plan, latent_dim=LATENT, scale=SCALE, tiles=tiles)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.triton_mla import mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import DecodeRows, num_splits, plan_decode
+from kernels.triton_paged_decode import DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import AttentionTiles
 from kernels.triton_sparse_decode import sparse_decode
@@ -62,8 +62,9 @@ def tokens_of(picks, position, pool_tokens):
 
 def dense(q, plane, tables, lengths, latent_dim, seqs=None):
     rows = DecodeRows(tables, ints(lengths), ints(range(len(lengths)) if seqs is None else seqs))
-    most = sum(num_splits(n, SPLIT) for n in lengths)
-    plan = plan_decode(rows, block_size=BLOCK, split=SPLIT, most_items=most)
+    rule = SplitRule(SPLIT // 2, SPLIT, 1, SPLIT // 2)
+    most = sum(rule.num_splits(n) for n in lengths)
+    plan = plan_decode(rows, block_size=BLOCK, rule=rule, most_items=most)
     return mla_decode(q, plane, plan, latent_dim=latent_dim, scale=0.1, tiles=TILES)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from kernels.gluon_latent import BLOCK, LATENT_DIM, ROPE_DIM, grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import is_available
-from kernels.triton_paged_decode import DecodeRows, num_splits, plan_decode
+from kernels.triton_paged_decode import DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from tests.kernels.gpu.check_latent import ints, make_latents, make_picks, tokens_of
 from tests.kernels.gpu.paged import INTERPRETED, attend_exactly, randn, relative_error
@@ -21,8 +21,9 @@ on_a_card = [
 
 def dense(q, plane, tables, lengths, seqs=None):
     rows = DecodeRows(tables, ints(lengths), ints(range(len(lengths)) if seqs is None else seqs))
-    most = sum(num_splits(n, SPLIT) for n in lengths) + 2  # as a captured graph's plan has room for more
-    plan = plan_decode(rows, block_size=BLOCK, split=SPLIT, most_items=most)
+    rule = SplitRule(SPLIT // 2, SPLIT, 4)
+    most = sum(rule.most_splits(n) for n in lengths) + 2  # as a captured graph's plan has room for more
+    plan = plan_decode(rows, block_size=BLOCK, rule=rule, most_items=most)
     return grouped_mla(q, plane, plan, scale=0.1)
 
 

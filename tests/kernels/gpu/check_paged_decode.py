@@ -1,21 +1,20 @@
 """Paged decode attention: against float64, and the bytes that it promises not to change."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 
 from kernels.gluon_fp8_decode import is_fit
-from kernels.triton_paged_decode import DecodeRows, DecodeTiles, num_splits, paged_decode, plan_decode
-from kernels.triton_softmax import merge_partials, merge_reference
+from kernels.triton_paged_decode import SPLITS, DecodeRows, DecodeTiles, SplitRule, paged_decode, plan_decode
+from kernels.triton_softmax import MergeTiles, Parts, merge_partials, merge_ragged, merge_reference
 from tests.kernels.gpu.paged import DEVICE, INTERPRETED, attend_exactly, make_pages, randn, relative_error
 
 BLOCK = 16 if INTERPRETED else 64
 SPLIT = 32 if INTERPRETED else 512
 KEYS = 16 if INTERPRETED else 64
-HALVED = SPLIT  # so many keys at the beginning lie in halves
-TILES = DecodeTiles(split=SPLIT, keys=KEYS, num_warps=4, num_stages=2, halved=HALVED)
+RULE = SplitRule(SPLIT // 2, SPLIT, 1, KEYS)  # a row of fewer than SPLIT keys has shorter ones
+TILES = DecodeTiles(keys=KEYS, num_warps=4, num_stages=2)
 WAYS = [TILES] if INTERPRETED else [TILES, None]  # None: groups of warps, where the planes and the card are fit
 RAGGED = [1, SPLIT // 2 + 1, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5, BLOCK, BLOCK + 1]
 
@@ -26,8 +25,8 @@ def decode(pages, q, lengths, scale, *, tiles: DecodeTiles | None = TILES, room=
     if tiles is None and not is_fit(q, pages.k_plane):
         pytest.skip("is attended to by tiles")
     rows = DecodeRows(pages.tables, num_keys, seqs.to(DEVICE))
-    most = sum(num_splits(length, SPLIT, HALVED) for length in lengths) + 2 if room is None else room
-    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], split=SPLIT, halved=HALVED, most_items=most)
+    most = sum(RULE.num_splits(length) for length in lengths) + 2 if room is None else room
+    plan = plan_decode(rows, block_size=pages.k_plane.shape[1], rule=RULE, most_items=most)
     return paged_decode(q, pages.k_plane, pages.v_plane, plan, scale, v_scale=v_scale, tiles=tiles)
 
 
@@ -49,24 +48,32 @@ def test_ragged_rows_equal_float64(heads, kv_heads, head_dim, tiles):
     assert relative_error(out, expected_rows(pages, q, RAGGED, head_dim**-0.5)) < 4e-3
 
 
-@pytest.mark.parametrize("halved", [0, SPLIT, 3 * SPLIT])
-def test_splits_lie_at_absolute_keys_and_the_first_are_halves(halved):
-    borders = [*range(0, halved, SPLIT // 2), *range(halved, 6 * SPLIT, SPLIT)]
-    lengths = [1, SPLIT // 2, SPLIT // 2 + 1, SPLIT, 3 * SPLIT - 1, 3 * SPLIT, 3 * SPLIT + 1, 5 * SPLIT]
+@pytest.mark.parametrize("rule", [SPLITS, SplitRule(SPLIT, SPLIT, step=SPLIT), SplitRule(32, 2 * SPLIT, 3, 16)])
+def test_splits_lie_at_multiples_of_what_the_row_says(rule):
+    ends = {length * k for length in (rule.shortest, rule.longest) for k in (1, rule.count, 2 * rule.count)}
+    lengths = sorted({max(1, end + d) for end in ends for d in (-1, 0, 1)})
     expected = [
-        [row, begin, min(end, length), row]
-        for row, length in enumerate(lengths)
-        for begin, end in pairwise(borders)
-        if begin < length
+        [row, begin, min(begin + rule.length(n), n), row]
+        for row, n in enumerate(lengths)
+        for begin in range(0, n, rule.length(n))
     ]
     ids = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    rows = DecodeRows(torch.zeros(len(lengths), 5 * SPLIT // BLOCK, dtype=torch.int64, device=DEVICE), num_keys, ids)
-    most = sum(num_splits(length, SPLIT, halved) for length in lengths)
-    plan = plan_decode(rows, block_size=BLOCK, split=SPLIT, halved=halved, most_items=most)
+    tables = torch.zeros(len(lengths), -(-lengths[-1] // BLOCK), dtype=torch.int64, device=DEVICE)
+    most = sum(map(rule.num_splits, lengths))
+    plan = plan_decode(DecodeRows(tables, num_keys, ids), block_size=BLOCK, rule=rule, most_items=most)
     assert plan.items.tolist() == expected
-    assert plan.item_rows.tolist() == [row for row, *_ in expected]
-    assert plan.num_items.tolist() == [num_splits(length, SPLIT, halved) for length in lengths]
+    assert plan.num_items.tolist() == list(map(rule.num_splits, lengths))
+
+
+@pytest.mark.parametrize("rule", [SplitRule(4, 16, 3, 2), SplitRule(4, 4, 5, 4), SplitRule(2, 9, 1, 1)])
+def test_room_for_a_row_is_room_for_every_shorter_one(rule):
+    for n in range(1, 8 * rule.longest * rule.count):
+        assert rule.most_splits(n) == max(map(rule.num_splits, range(1, n + 1)))
+        assert rule.length(n) % rule.step == 0
+        shorter = rule.length(n) - rule.step
+        longer_than_need_be = shorter >= rule.shortest and -(-n // shorter) <= rule.count
+        assert not longer_than_need_be
 
 
 @pytest.mark.parametrize("tiles", WAYS)
@@ -148,7 +155,7 @@ def test_a_row_without_room_is_nan_and_harms_no_row_before_it(tiles):
     lengths = [SPLIT, 2 * SPLIT]
     pages = make_pages(lengths, 1, 64, block_size=BLOCK, dtype=torch.bfloat16, seed=15)
     q = randn(2, 2, 64, seed=16)
-    needed = sum(num_splits(length, SPLIT, HALVED) for length in lengths)
+    needed = sum(RULE.num_splits(length) for length in lengths)
     enough = decode(pages, q, lengths, 0.1, room=needed, tiles=tiles)
     short = decode(pages, q, lengths, 0.1, room=needed - 1, tiles=tiles)
     assert torch.equal(short[0], enough[0])
@@ -176,6 +183,23 @@ def test_merged_partials_equal_float64_and_skip_what_was_not_written():
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
+def test_how_a_merge_is_cut_changes_no_byte():
+    counts, heads, dim = ([1, 0, 3, 18] if INTERPRETED else [1, 0, 3, 9, 41, 64, 65, 200]), 2, 40
+    num_parts = sum(counts)
+    outs, lses = (randn(num_parts, heads, *width, seed=21, dtype=torch.float32) for width in ((dim,), ()))
+    first = torch.tensor([0, *counts], dtype=torch.int32, device=DEVICE).cumsum(0).int()
+    parts = Parts(first, torch.tensor(counts, dtype=torch.int32, device=DEVICE))
+    made: list[torch.Tensor] = []
+    for cut in (None, MergeTiles(8, 64, 1), MergeTiles(16, 32, 1), MergeTiles(64, 16, 2), MergeTiles(32, 64, 4)):
+        made.append(torch.full((len(counts), heads, dim), torch.nan, device=DEVICE))
+        merge_ragged(outs, lses, parts, made[-1], tiles=cut)
+    assert all(torch.equal(made[0], other) for other in made)
+    for row, (begin, count) in enumerate(zip(first.tolist(), counts, strict=False)):
+        own = outs[begin : begin + count], lses[begin : begin + count]
+        assert relative_error(made[0][row], merge_reference(own[0][None], own[1][None])[0]) < 1e-6 or not count
+    assert torch.equal(made[0][1], torch.zeros_like(made[0][1]))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs more than 4 GiB of device memory")
 def test_offsets_pass_the_range_of_int32():
     block_bytes = 1 << 22
@@ -193,7 +217,7 @@ def test_offsets_pass_the_range_of_int32():
         q,
         k_plane,
         v_plane,
-        plan_decode(rows, block_size=64, split=SPLIT, halved=HALVED, most_items=1),
+        plan_decode(rows, block_size=64, rule=RULE, most_items=1),
         0.1,
         tiles=TILES,
     )

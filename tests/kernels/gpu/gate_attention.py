@@ -6,8 +6,8 @@ import torch
 from kernels.gluon_fp8_decode import Splits, attend_splits
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
-from kernels.triton_mla import mla_decode, sparse_mla_decode
-from kernels.triton_paged_decode import FP8, DecodeRows, decode_tiles, paged_decode, plan_decode
+from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_paged_decode import FP8, SPLITS, DecodeRows, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, paged_prefill, plan_prefill, prefill_tiles
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import merge_partials
@@ -35,9 +35,8 @@ def tables(*shape):
     return ids(*shape, dtype=torch.int64)
 
 
-def decode_plan(split, halved=0):
-    rows = DecodeRows(tables(2, 2048), ids(2), ids(2))
-    return plan_decode(rows, block_size=64, split=split, halved=halved, most_items=300)
+def decode_plan(rule=SPLITS):
+    return plan_decode(DecodeRows(tables(2, 2048), ids(2), ids(2)), block_size=64, rule=rule, most_items=300)
 
 
 @pytest.mark.parametrize(
@@ -59,20 +58,18 @@ def test_paged_decode(heads, kv_heads, head_dim, dtype):
     # Some shapes put a register or two aside.
     with machine_code(8) as code:
         q = ids(2, heads, head_dim, dtype=BF16)
-        tiles = decode_tiles(head_dim)
-        plan = decode_plan(tiles.split, tiles.halved)
-        paged_decode(q, k, v, plan, head_dim**-0.5, gate=q if head_dim == 256 else None)
+        paged_decode(q, k, v, decode_plan(), head_dim**-0.5, gate=q if head_dim == 256 else None)
     kernel = code.of("attend_fp8_splits_kernel" if dtype == FP8 else "_attend_splits_kernel")
     assert kernel.instructions["HMMA"]
-    assert kernel.instructions["LDGSTS"], "tiles are copied while others are computed"
+    copies = "UTMALDG" if dtype == BF16 and head_dim != 80 else "LDGSTS"
+    assert kernel.instructions[copies], "tiles are copied while others are computed"
 
 
 @pytest.mark.skipif(not is_available(), reason="this Triton has another interface")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), some([(32, 8, 128), (16, 2, 256), (16, 1, 256)], 1))
 def test_float8_decode_by_groups_of_warps(heads, kv_heads, head_dim):
     k, v = (plane(64, kv_heads, head_dim, dtype=FP8) for _ in range(2))
-    tiles = decode_tiles(head_dim)
-    plan = decode_plan(tiles.split, tiles.halved)
+    plan = decode_plan()
     results = torch.empty(300, heads, head_dim), torch.empty(300, heads)
     with machine_code() as code:
         attend_splits(
@@ -132,7 +129,7 @@ def test_latent_attention(heads, latent_dim, rope_dim):
     q = ids(2, heads, latent_dim + rope_dim, dtype=BF16)
     selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), tables(2, 2048))
     with machine_code() as code:
-        mla_decode(q, latents, decode_plan(1024), latent_dim=latent_dim, scale=0.1)
+        mla_decode(q, latents, decode_plan(LATENT_SPLITS), latent_dim=latent_dim, scale=0.1)
         sparse_mla_decode(q, latents, selected, latent_dim=latent_dim, scale=0.1)
     for name in ("_latent_splits_kernel", "_latent_selected_kernel"):
         assert code.of(name).instructions["HGMMA"]
@@ -145,7 +142,7 @@ def test_latent_attention(heads, latent_dim, rope_dim):
 def test_latent_attention_by_groups_of_warps(heads):
     latents, q = plane(64, 576), ids(2, heads, 576, dtype=BF16)
     with machine_code(MOST_PUT_ASIDE) as code:
-        grouped_mla(q, latents, decode_plan(1024), scale=0.1)
+        grouped_mla(q, latents, decode_plan(LATENT_SPLITS), scale=0.1)
     assert code.of("_attend_splits_kernel").instructions["UTMALDG"], "whole blocks come by the copy engine"
     with machine_code(MOST_PUT_ASIDE) as selected_code:
         for pool in (1, 16):
@@ -167,9 +164,9 @@ def test_selected_pools_of_grouped_heads():
     assert code.of("_attend_selected_kernel").instructions["LDGSTS"]
 
 
-def test_merge():
+@pytest.mark.parametrize(("num_rows", "num_parts", "dim"), [(2, 33, 128), (1, 128, 256), (64, 4, 128), (32, 8, 512)])
+def test_merge(num_rows, num_parts, dim):
+    outs, lses = torch.empty(num_rows, num_parts, 32, dim), torch.empty(num_rows, num_parts, 32)
     with machine_code() as code:
-        merge_partials(
-            torch.empty(2, 33, 32, 128), torch.empty(2, 33, 32), ids(2, 32, 128, dtype=BF16), torch.empty(2, 32)
-        )
-    assert code.of("_merge_kernel").instructions["LDGSTS"], "parts are on their way while others are summed"
+        merge_partials(outs, lses, ids(num_rows, 32, dim, dtype=BF16), torch.empty(num_rows, 32))
+    assert code.of("_merge_kernel").instructions["LDG"] >= 4, "several parts are on their way at once"
