@@ -34,7 +34,7 @@ class BatchSpan:
     positions: torch.Tensor  # [num_seqs] int32
     row_seqs: torch.Tensor  # [num_seqs] int32: 0, 1, 2, ...
     most_tokens: int  # no row is at this position or past it, and the tables have room for as many
-    splits: object  # what the form has laid out for all layers
+    splits: object  # what the form's layers share
 
 
 AnySpan = Span | BatchSpan

@@ -21,8 +21,13 @@ from kernels.triton_pages import blocks_of, tile_rows
 from kernels.triton_selected import SelectedRows, selected_offsets, selected_tokens
 from kernels.triton_softmax import LN2, LOG2E, AttentionTiles, Parts, merge_partials, merge_ragged
 
-LATENT_SPLITS = SplitRule(512, 2048)  # of dense rows
 SELECTED_SPLIT = 2048  # keys of a split of a selection; decides bytes
+
+
+def latent_splits(num_heads: int) -> SplitRule:
+    """Of dense rows. What a split leaves to be merged is as much as it has heads: no more than a ninth of its keys."""
+    shortest = min(max(16 * triton.next_power_of_2(num_heads), 256), 2048)
+    return SplitRule(shortest, 2048)
 
 
 def latent_tiles(num_heads: int) -> AttentionTiles:

@@ -5,13 +5,15 @@ kernels/sparse_attention.py take: consecutive rows of one sequence. They take a 
 many sequences, whose positions are read on the device alone.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from kernels.indexer import Selection
 from kernels.key_tiles import AnySpan, BatchSpan, Span
 from kernels.paged_attention import MAX_NARROW_ROWS, PagedRows
 from kernels.triton_indexer import ScoreRows, index_scores
-from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_mla import latent_splits, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import DecodePlan, DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_sparse_decode import sparse_decode
@@ -20,19 +22,31 @@ from kernels.triton_topk import top_keys
 WHOLE = SplitRule(1 << 20, 1 << 20)  # a row of a chunk walks so many keys at once
 
 
+@dataclass(slots=True)
+class StepSplits:
+    """The splits of a decode step's rows: laid out by the first layer that attends to all keys, if one does."""
+
+    rows: DecodeRows
+    starts: tuple[int, ...]  # no row is at a later position
+    block_size: int
+    plan: DecodePlan | None = None
+
+    def of(self, num_heads: int) -> DecodePlan:
+        """Layers have equally many heads."""
+        if self.plan is None:
+            rule = latent_splits(num_heads)
+            most = sum(rule.most_splits(start + 1) for start in self.starts)
+            self.plan = plan_decode(self.rows, block_size=self.block_size, rule=rule, most_items=most)
+        return self.plan
+
+
 def span_batch(rows: PagedRows, block_size: int) -> BatchSpan | None:
-    """The rows of a decode step, laid out once for all layers."""
+    """The rows of a decode step, for all layers."""
     if not rows.is_decode or rows.positions is None:
         return None
-    device = rows.block_tables.device
     positions = rows.positions.int()
-    row_seqs = torch.arange(positions.shape[0], dtype=torch.int32, device=device)
-    splits = plan_decode(
-        DecodeRows(rows.block_tables, positions + 1, row_seqs),
-        block_size=block_size,
-        rule=LATENT_SPLITS,
-        most_items=sum(LATENT_SPLITS.most_splits(start + 1) for start in rows.starts),
-    )
+    row_seqs = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+    splits = StepSplits(DecodeRows(rows.block_tables, positions + 1, row_seqs), rows.starts, block_size)
     return BatchSpan(rows.block_tables, positions, row_seqs, max(rows.starts) + 1, splits)
 
 
@@ -42,9 +56,10 @@ def mla_attention(
     """[N, H, C] in bfloat16. Few rows take decode's splits; the many rows of a chunk each walk all of their keys."""
     num_rows = queries.shape[0]
     if isinstance(span, BatchSpan):
-        assert isinstance(span.splits, DecodePlan)
-        return mla_decode(queries, plane, span.splits, latent_dim=latent_dim, scale=scale)
-    rule = WHOLE if num_rows > MAX_NARROW_ROWS else LATENT_SPLITS
+        assert isinstance(span.splits, StepSplits)
+        plan = span.splits.of(queries.shape[1])
+        return mla_decode(queries, plane, plan, latent_dim=latent_dim, scale=scale)
+    rule = WHOLE if num_rows > MAX_NARROW_ROWS else latent_splits(queries.shape[1])
     num_keys = _positions(span, num_rows, queries.device) + 1
     rows = DecodeRows(span.table[None], num_keys, torch.zeros_like(num_keys))
     most = sum(rule.most_splits(span.start + row + 1) for row in range(num_rows))

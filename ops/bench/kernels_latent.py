@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_mla import latent_splits, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from kernels.triton_softmax import AttentionTiles
@@ -34,16 +34,8 @@ def latent_rows() -> list[Row]:
 
 def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
     layout = Layout(num_seqs, length, (LATENT + ROPE,), (heads, LATENT + ROPE))
-    few = [
-        *(AttentionTiles(split, 64, 32, 8, 2) for split in (512, 2048)),
-        *(AttentionTiles(split, 32, 32, 4, 3) for split in (1024, 2048)),
-        AttentionTiles(1024, 64, 16, 8, 2),
-    ]
-    many = [
-        *(AttentionTiles(split, 64, 32, 8, 2) for split in (512, 2048)),
-        AttentionTiles(1024, 64, 64, 8, 2),
-        AttentionTiles(1024, 32, 64, 8, 3),
-    ]
+    few = [AttentionTiles(2048, *cut) for cut in ((64, 32, 8, 2), (32, 32, 4, 3), (64, 16, 8, 2))]
+    many = [AttentionTiles(2048, *cut) for cut in ((64, 32, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3))]
     bytes_read = num_seqs * length * (LATENT + ROPE) * 2
     return Row(
         name=f"{name} {heads} heads",
@@ -66,8 +58,8 @@ def _mla_row(name: str, num_seqs: int, length: int, heads: int) -> Row:
     )
 
 
-def _mla_run(x: Pages, tiles: AttentionTiles | None, rule: SplitRule = LATENT_SPLITS) -> Run:
-    rule = rule if tiles is None else SplitRule(tiles.split, tiles.split)
+def _mla_run(x: Pages, tiles: AttentionTiles | None, rule: SplitRule | None = None) -> Run:
+    rule = rule or latent_splits(x.q.shape[1])
     rows = DecodeRows(x.tables, x.ints(x.length), x.seqs())
     plan = plan_decode(rows, block_size=BLOCK, rule=rule, most_items=x.tables.shape[0] * rule.num_splits(x.length))
     return lambda: mla_decode(x.q, x.planes[0], plan, latent_dim=LATENT, scale=SCALE, tiles=tiles)

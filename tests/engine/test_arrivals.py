@@ -1,4 +1,4 @@
-"""A restore in several jobs: what has arrived is the tree's while the rest is on its way, and the books hold then too."""
+"""A restore in several jobs: what has arrived is the tree's while the rest comes, and the books hold then too."""
 
 import pytest
 

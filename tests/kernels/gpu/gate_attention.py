@@ -6,7 +6,7 @@ import torch
 from kernels.gluon_fp8_decode import Splits, attend_splits
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
 from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
-from kernels.triton_mla import LATENT_SPLITS, mla_decode, sparse_mla_decode
+from kernels.triton_mla import latent_splits, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import FP8, SPLITS, DecodeRows, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, paged_prefill, plan_prefill, prefill_tiles
 from kernels.triton_selected import SelectedRows
@@ -129,7 +129,7 @@ def test_latent_attention(heads, latent_dim, rope_dim):
     q = ids(2, heads, latent_dim + rope_dim, dtype=BF16)
     selected = SelectedRows(ids(2, 2048), 1, ids(2), ids(2), tables(2, 2048))
     with machine_code() as code:
-        mla_decode(q, latents, decode_plan(LATENT_SPLITS), latent_dim=latent_dim, scale=0.1)
+        mla_decode(q, latents, decode_plan(latent_splits(heads)), latent_dim=latent_dim, scale=0.1)
         sparse_mla_decode(q, latents, selected, latent_dim=latent_dim, scale=0.1)
     for name in ("_latent_splits_kernel", "_latent_selected_kernel"):
         assert code.of(name).instructions["HGMMA"]
@@ -142,7 +142,7 @@ def test_latent_attention(heads, latent_dim, rope_dim):
 def test_latent_attention_by_groups_of_warps(heads):
     latents, q = plane(64, 576), ids(2, heads, 576, dtype=BF16)
     with machine_code(MOST_PUT_ASIDE) as code:
-        grouped_mla(q, latents, decode_plan(LATENT_SPLITS), scale=0.1)
+        grouped_mla(q, latents, decode_plan(latent_splits(heads)), scale=0.1)
     assert code.of("_attend_splits_kernel").instructions["UTMALDG"], "whole blocks come by the copy engine"
     with machine_code(MOST_PUT_ASIDE) as selected_code:
         for pool in (1, 16):
