@@ -5,15 +5,14 @@ import pytest
 from tests.engine.harness import BLOCK, GRID, Harness
 from tests.engine.memory_store import MemoryStore
 from tests.engine.test_tiers import cached, forget_device, prompt_of, serve
-from tiers import restore
 from tiers.keys import token_bytes
 from tiers.resources import Resources
 
 
 @pytest.fixture(autouse=True)
 def a_block_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "HOST_JOB_BYTES", 1)
-    monkeypatch.setattr(restore, "JOB_BYTES", 1)
+    monkeypatch.setattr("tiers.restore.HOST_JOB_BYTES", 1)
+    monkeypatch.setattr("tiers.restore.JOB_BYTES", 1)
 
 
 def on_its_way(prompt: list[int]) -> Harness:
