@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.delta_rule import INNER
+from kernels.gluon_copies import tile_layout
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_scan import DeltaTerms
 
@@ -248,12 +249,10 @@ def row_tiles(x: torch.Tensor, width: int) -> TensorDescriptor:
     assert x.stride(1) == x.shape[2], "heads of a row follow each other"
     assert x.stride(2) == 1
     assert x.stride(0) * x.element_size() % 16 == 0, "rows begin at multiples of 16 bytes"
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [INNER, width], layout)
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [INNER, width], tile_layout(2))
 
 
 def square_tiles(x: torch.Tensor) -> TensorDescriptor:
     """Tiles of x [n, heads, INNER, INNER], one below the other."""
     assert x.is_contiguous()
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    return TensorDescriptor(x, [x.numel() // INNER, INNER], [INNER, 1], [INNER, INNER], layout)
+    return TensorDescriptor(x, [x.numel() // INNER, INNER], [INNER, 1], [INNER, INNER], tile_layout(2))

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon_copies import head_blocks
 from kernels.gluon_paged_prefill import is_available
 from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_softmax import LN2, LOG2E
@@ -331,7 +331,7 @@ def attend_splits(
     assert block_size == BLOCK
     group = num_heads // num_kv_heads
     resident = resident or residency(head_dim)
-    k_bulk, v_bulk = (_descriptor(plane.view(torch.int16)) for plane in (k_plane, v_plane))
+    k_bulk, v_bulk = (head_blocks(plane.view(torch.int16)) for plane in (k_plane, v_plane))
     most_work = splits.items.shape[0] * num_kv_heads
     _attend_splits_kernel[(min(most_work, resident.programs * NUM_MULTIPROCESSORS),)](
         q,
@@ -358,10 +358,3 @@ def attend_splits(
         maxnreg=min(128, 65_536 // (256 * resident.programs) // 8 * 8),
         **chained(),
     )
-
-
-def _descriptor(plane: torch.Tensor) -> TensorDescriptor:
-    by_head = plane.transpose(1, 2)
-    block = [1, 1, plane.shape[1], plane.shape[3]]
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block, layout)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon_copies import tile_layout
 from kernels.gluon_latent_tiles import (
     HALF,
     HEADS,
@@ -385,8 +386,7 @@ def _programs(num_heads: int, num_items: int) -> tuple[int, int]:
 
 
 def _descriptor(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, width], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, width], tile_layout(3))
 
 
 def _check(q: torch.Tensor, plane: torch.Tensor, scale: float) -> None:

@@ -16,8 +16,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon_copies import head_blocks
 from kernels.launch_table import Tunable, one_bucket
 from kernels.triton_paged_prefill import SPLIT_STEP, PrefillOutput, PrefillPlan
 
@@ -256,7 +256,7 @@ def grouped_prefill(
     assert SPLIT_STEP % block_size == 0
     output = PrefillOutput.of(q, plan, out)
     tiles = tiles or GROUPS.look_up(q.device, head_dim=head_dim)
-    k_bulk, v_bulk = (_descriptor(plane) for plane in (k_plane, v_plane))
+    k_bulk, v_bulk = (head_blocks(plane) for plane in (k_plane, v_plane))
     _attend_chunk_kernel[(plan.items.shape[0], num_heads)](
         q,
         k_bulk,
@@ -280,10 +280,3 @@ def grouped_prefill(
         num_warps=4,
     )
     return output.merged()
-
-
-def _descriptor(plane: torch.Tensor) -> TensorDescriptor:
-    by_head = plane.transpose(1, 2)
-    block = [1, 1, plane.shape[1], plane.shape[3]]
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block, layout)

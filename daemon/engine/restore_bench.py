@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from daemon import memory
 from daemon.config import EngineConfig, LoadFormat
 from daemon.engine.engine import Engine
 from daemon.engine.start import start
@@ -64,6 +65,7 @@ def time_restore(config: Path, tier: str, context_len: int) -> dict[str, object]
         )
         served = Served()
         engine, info = start(settings, send=served.take, progress=lambda _done, _total: None)
+        memory.settle()  # as the engine's process does
         ids = ints(torch.randint(3, info.vocab_size, (context_len + SUFFIX_TOKENS,)))
         other = ints(torch.randint(3, info.vocab_size, (info.grid + SUFFIX_TOKENS,)))
         with torch.inference_mode():
