@@ -3,7 +3,7 @@
 The same computation as kernels/triton_delta_scan.py, which spells it out. A step waits for three products, one after
 the other: k with the state, T with what is left of v, W with the deltas. What only the outputs need is given to the
 matrix units between those, so that they work while the registers are rounded. It is written in Gluon, Triton's lower
-level, whose interface is experimental; `is_available` says whether this Triton has it.
+level, whose interface is experimental; kernels/gluon_interface.py says whether this Triton has it.
 """
 
 # What is compiled by Triton has no types.
@@ -26,18 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.delta_rule import INNER
-from kernels.gluon_copies import tile_layout
+from kernels.gluon_interface import bring_tile, bring_values, is_available, take_tile, tile_layout
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_scan import DeltaTerms
 
 KEY_DIM = 128  # channels of a key; a half of it is what one row of the copy engine's tiles holds
 C = gl.constexpr(64)  # rows of an inner chunk, value channels of a program, and keys of a half
 STAGES, CHANNEL_STAGES = 3, 2  # inner chunks in shared memory; with a decay a channel W is a tile of its own
-
-
-def is_available() -> bool:
-    """Whether this Triton offers what the kernels are written with."""
-    return hasattr(tma, "async_copy_global_to_shared") and hasattr(gl, "warp_specialize")
 
 
 def is_fit(device: torch.device, *, dk: int, dv: int) -> bool:
@@ -66,19 +61,19 @@ def _bring_chunks(
         came = full.index(slot)
         for part in gl.static_range(PARTS):
             from_ptr = factors_ptr + (place * PARTS + part) * C + numbers
-            async_copy.async_copy_global_to_shared(factors_ring.index(slot * PARTS + part), from_ptr)
+            bring_values(factors_ring.index(slot * PARTS + part), from_ptr)
         async_copy.mbarrier_arrive(came)
         mbarrier.expect(came, BYTES)
-        tma.async_copy_global_to_shared(k_bulk, [row, key_at], came, k_ring.index(2 * slot))
-        tma.async_copy_global_to_shared(k_bulk, [row, key_at + C], came, k_ring.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(q_bulk, [row, key_at], came, q_ring.index(2 * slot))
-        tma.async_copy_global_to_shared(q_bulk, [row, key_at + C], came, q_ring.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(v_bulk, [row, value_at], came, v_ring.index(slot))
-        tma.async_copy_global_to_shared(solve_bulk, [place * C, 0], came, solve_ring.index(slot))
-        tma.async_copy_global_to_shared(within_bulk, [place * C, 0], came, within_ring.index(slot))
+        bring_tile(k_bulk, [row, key_at], came, k_ring.index(2 * slot))
+        bring_tile(k_bulk, [row, key_at + C], came, k_ring.index(2 * slot + 1))
+        bring_tile(q_bulk, [row, key_at], came, q_ring.index(2 * slot))
+        bring_tile(q_bulk, [row, key_at + C], came, q_ring.index(2 * slot + 1))
+        bring_tile(v_bulk, [row, value_at], came, v_ring.index(slot))
+        bring_tile(solve_bulk, [place * C, 0], came, solve_ring.index(slot))
+        bring_tile(within_bulk, [place * C, 0], came, within_ring.index(slot))
         if PER_CHANNEL:
-            tma.async_copy_global_to_shared(w_bulk, [row, key_at], came, w_ring.index(2 * slot))
-            tma.async_copy_global_to_shared(w_bulk, [row, key_at + C], came, w_ring.index(2 * slot + 1))
+            bring_tile(w_bulk, [row, key_at], came, w_ring.index(2 * slot))
+            bring_tile(w_bulk, [row, key_at + C], came, w_ring.index(2 * slot + 1))
 
 
 @gluon.jit
@@ -87,7 +82,7 @@ def _send(out_bulk, tile, out, row, value_at):
     tma.store_wait(0)
     tile.permute([1, 0]).store(out)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_bulk, [row, value_at], tile)
+    take_tile(out_bulk, [row, value_at], tile)
 
 
 @gluon.jit

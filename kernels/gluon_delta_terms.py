@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.delta_mixer import DeltaMixer, ProjectedRows
 from kernels.delta_rule import UNIT_EPS
 from kernels.gluon_delta_scan import KEY_DIM, row_tiles, square_tiles
+from kernels.gluon_interface import barrier, bring_tile, take_tile
 from kernels.triton_delta_scan import DeltaTerms
 
 C = gl.constexpr(64)  # rows of an inner chunk
@@ -107,7 +108,7 @@ def _invert_unit_lower(lower, lower_tile, half_tile):
 def _send_square(bulk, place, tile, values):
     tile.store(values.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(bulk, [place * C, 0], tile)
+    take_tile(bulk, [place * C, 0], tile)
 
 
 @gluon.jit
@@ -147,8 +148,8 @@ def _grouped_head_terms_kernel(
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(came, count=1)
     mbarrier.expect(came, 2 * k_bulk.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_bulk, [chunk * C, key_head * DK], came, k_tile)
-    tma.async_copy_global_to_shared(q_bulk, [chunk * C, key_head * DK], came, q_tile)
+    bring_tile(k_bulk, [chunk * C, key_head * DK], came, k_tile)
+    bring_tile(q_bulk, [chunk * C, key_head * DK], came, q_tile)
     row, column = _places()
     step = gl.arange(0, C, line)
     inside = step < num_rows - chunk * C
@@ -281,20 +282,20 @@ def _grouped_channel_terms_kernel(
     _put(q_near, q)
     _put(q_far, q * from_half)
     gl.store(made_ptr, (q * from_start).to(gl.bfloat16), mask=inside)
-    gl.thread_barrier()  # q is done with before k begins: both at once do not fit into the registers
+    barrier()  # q is done with before k begins: both at once do not fit into the registers
     k = k.to(gl.float32)
     k = k * gl.rsqrt(gl.sum(k * k, 2) + EPS)[:, :, None]
     k_since = k * since
     _put(k_near, k_since)
     gl.store(made_ptr + part_stride, (k_since * from_start).to(gl.bfloat16), mask=inside)
-    gl.thread_barrier()
+    barrier()
     k_until = k * _reciprocal(since)
     _put(k_far, gl.where(strip < 2, k_until * to_half, k_since * from_half))
     _put(k_same, k_until)
     _put(k_next, k_until * to_next)
     gl.store(made_ptr + 2 * part_stride, (k_until * to_end).to(gl.bfloat16), mask=inside)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     i = gl.arange(0, C, gl.SliceLayout(1, SQUARE))
     beta_ptr += chunk * (C * BETA_STRIDE) + head
@@ -303,7 +304,7 @@ def _grouped_channel_terms_kernel(
     down, right = _places()
     qk = gl.where(down >= right, _met(q_near, q_far, k_same, k_next, k_far), 0.0)
     lower = gl.where(down > right, _met(k_near, k_far, k_same, k_next, k_far) * beta[:, None], 0.0)
-    gl.thread_barrier()  # all products are done: the tiles may hold other things
+    barrier()  # all products are done: the tiles may hold other things
     _send_square(within_bulk, place, q_near._reinterpret(gl.bfloat16, [C, C], TILE), qk)
     lower_tile = k_near._reinterpret(gl.float16, [C, C], TILE)
     solve = _invert_unit_lower(lower, lower_tile, k_same._reinterpret(gl.float16, [C, C], TILE))

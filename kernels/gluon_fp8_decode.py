@@ -24,13 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from kernels.gluon_copies import head_blocks
-from kernels.gluon_paged_prefill import is_available
+from kernels.gluon_interface import bring_tile, head_blocks, is_available
 from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_softmax import LN2, LOG2E
 
@@ -100,10 +98,10 @@ def _bring_blocks(
                 block = gl.load(ahead_ptr)
                 mbarrier.wait(empty.index(2 * slot), turn ^ 1)
                 mbarrier.expect(full.index(2 * slot), k_bulk.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_bulk, place, full.index(2 * slot), k_ring.index(slot))
+                bring_tile(k_bulk, place, full.index(2 * slot), k_ring.index(slot))
                 mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
                 mbarrier.expect(full.index(2 * slot + 1), v_bulk.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_bulk, place, full.index(2 * slot + 1), v_ring.index(slot))
+                bring_tile(v_bulk, place, full.index(2 * slot + 1), v_ring.index(slot))
             begin = next_begin
             end = next_end
             table_ptr = next_table_ptr

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.gluon_copies import tile_layout
+from kernels.gluon_interface import is_available, tile_layout
 from kernels.gluon_latent_tiles import (
     HALF,
     HEADS,
@@ -40,7 +40,6 @@ from kernels.gluon_latent_tiles import (
     make_query,
     make_ring,
 )
-from kernels.gluon_paged_prefill import is_available
 from kernels.triton_chain import chained, hand_over, hold
 from kernels.triton_paged_decode import NUM_MULTIPROCESSORS, DecodePlan
 from kernels.triton_selected import SelectedRows

@@ -13,7 +13,9 @@ for a slot to be full for the n-th time, a writer for it to be empty again.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.gluon_interface import bring_tile, bring_values
 
 KEYS = gl.constexpr(64)  # of a tile
 HEADS = gl.constexpr(64)  # of a program
@@ -72,9 +74,9 @@ def _bring_query(row, turn, half_bulk, rope_bulk, query):
     head = gl.program_id(0) * HEADS
     mbarrier.wait(empty, turn ^ 1)
     mbarrier.expect(full, 2 * half_bulk.block_type.nbytes + rope_bulk.block_type.nbytes)
-    tma.async_copy_global_to_shared(half_bulk, [row, head, 0], full, left)
-    tma.async_copy_global_to_shared(half_bulk, [row, head, HALF], full, right)
-    tma.async_copy_global_to_shared(rope_bulk, [row, head, 2 * HALF], full, rope)
+    bring_tile(half_bulk, [row, head, 0], full, left)
+    bring_tile(half_bulk, [row, head, HALF], full, right)
+    bring_tile(rope_bulk, [row, head, 2 * HALF], full, rope)
 
 
 @gluon.jit
@@ -113,11 +115,11 @@ def bring_blocks(
                 right_full = full.index(2 * slot + 1)
                 mbarrier.wait(empty.index(2 * slot), turn ^ 1)
                 mbarrier.expect(left_full, half_bulk.block_type.nbytes + rope_bulk.block_type.nbytes)
-                tma.async_copy_global_to_shared(half_bulk, [place, 0, 0], left_full, lefts.index(slot))
-                tma.async_copy_global_to_shared(rope_bulk, [place, 0, 2 * HALF], left_full, ropes.index(slot))
+                bring_tile(half_bulk, [place, 0, 0], left_full, lefts.index(slot))
+                bring_tile(rope_bulk, [place, 0, 2 * HALF], left_full, ropes.index(slot))
                 mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
                 mbarrier.expect(right_full, half_bulk.block_type.nbytes)
-                tma.async_copy_global_to_shared(half_bulk, [place, 0, HALF], right_full, rights.index(slot))
+                bring_tile(half_bulk, [place, 0, HALF], right_full, rights.index(slot))
                 if start == begin:
                     _bring_query(row, query_turn, q_half_bulk, q_rope_bulk, query)
                 step += 1
@@ -178,11 +180,11 @@ def gather_rows(
             mbarrier.wait(empty.index(2 * slot), turn ^ 1)
             biases.index(slot).store(gl.where(present, 0.0, float("-inf")))
             mbarrier.arrive(full.index(2 * slot))
-            async_copy.async_copy_global_to_shared(left, rows + channels, mask=held)
-            async_copy.async_copy_global_to_shared(rope, rows + 2 * HALF + turning, mask=held)
+            bring_values(left, rows + channels, mask=held)
+            bring_values(rope, rows + 2 * HALF + turning, mask=held)
             async_copy.mbarrier_arrive(full.index(2 * slot), increment_count=False)
             mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
-            async_copy.async_copy_global_to_shared(right, rows + HALF + channels, mask=held)
+            bring_values(right, rows + HALF + channels, mask=held)
             async_copy.mbarrier_arrive(full.index(2 * slot + 1), increment_count=False)
             if start == begin:
                 _bring_query(row, query_turn, q_half_bulk, q_rope_bulk, query)

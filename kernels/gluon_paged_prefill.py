@@ -2,7 +2,7 @@
 
 The same computation as kernels/triton_paged_prefill.py, tile for tile. The groups meet at barriers in shared memory
 only, so that one multiplies while the other takes its exponentials. It is written in Gluon, Triton's lower level, whose
-interface is experimental; `is_available` says whether this Triton has it.
+interface is experimental; kernels/gluon_interface.py says whether this Triton has it.
 """
 
 # What is compiled by Triton has no types.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from kernels.gluon_copies import head_blocks
+from kernels.gluon_interface import bring_tile, head_blocks, is_available
 from kernels.launch_table import Tunable, one_bucket
 from kernels.triton_paged_prefill import SPLIT_STEP, PrefillOutput, PrefillPlan
 
@@ -40,11 +40,6 @@ GROUPS = Tunable(
 )
 
 
-def is_available() -> bool:
-    """Whether this Triton offers what the kernel is written with."""
-    return hasattr(tma, "async_copy_global_to_shared") and hasattr(gl, "warp_specialize")
-
-
 def is_fit(device: torch.device, *, block_size: int, head_dim: int) -> bool:
     """Whether `grouped_prefill` runs there, for this model: its matrix instructions are those of sm_90 alone."""
     if device.type != "cuda" or not is_available() or block_size != BLOCK or head_dim not in HEAD_DIMS:
@@ -65,10 +60,10 @@ def _bring_blocks(k_bulk, v_bulk, table_ptr, num_tiles, kv_head, k_ring, v_ring,
         place = [block, kv_head, 0, 0]
         mbarrier.wait(empty.index(2 * slot), turn ^ 1)
         mbarrier.expect(full.index(2 * slot), k_bulk.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_bulk, place, full.index(2 * slot), k_ring.index(slot))
+        bring_tile(k_bulk, place, full.index(2 * slot), k_ring.index(slot))
         mbarrier.wait(empty.index(2 * slot + 1), turn ^ 1)
         mbarrier.expect(full.index(2 * slot + 1), v_bulk.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_bulk, place, full.index(2 * slot + 1), v_ring.index(slot))
+        bring_tile(v_bulk, place, full.index(2 * slot + 1), v_ring.index(slot))
 
 
 @gluon.jit

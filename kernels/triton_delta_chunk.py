@@ -27,6 +27,7 @@ from kernels.delta_mixer import DecayKind, DeltaMixer, ProjectedRows, split_head
 from kernels.delta_rule import INNER, MIN_LOG_DECAY, UNIT_EPS
 from kernels.gluon_delta_scan import grouped_scan, is_fit
 from kernels.gluon_delta_terms import fill_channel_terms, fill_head_terms
+from kernels.gluon_interface import shrinks_tiles
 from kernels.recurrent_slots import RecurrentSlots
 from kernels.triton_delta_decode import softplus
 from kernels.triton_delta_scan import SCAN_TILES, DeltaTerms, ScanTiles, invert_unit_lower, scan
@@ -292,7 +293,8 @@ def delta_chunk(
     terms = (_empty_channel_terms if mixer.per_channel else _empty_terms)(q, k, heads)
     grouped = is_fit(rows.mixed.device, dk=dk, dv=dv)
     if mixer.per_channel:
-        fill = fill_channel_terms if grouped and _has_strips(mixer) else _fill_channel_terms
+        fits = grouped and shrinks_tiles() and _has_strips(mixer)
+        fill = fill_channel_terms if fits else _fill_channel_terms
     else:
         fill = fill_head_terms if grouped else _fill_terms
     carry = grouped_scan if grouped else partial(scan, tiles=tiles)

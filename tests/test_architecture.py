@@ -179,6 +179,14 @@ def test_kernels_package_has_no_version() -> None:
     assert "__version__" not in (ROOT / "kernels" / "__init__.py").read_text()
 
 
+def test_names_that_tritons_do_not_share_stand_in_one_file() -> None:
+    old_and_new = ("async_copy_global_to_shared", "async_copy_shared_to_global", "async_load", "async_store")
+    for path in (ROOT / "kernels").glob("*.py"):
+        if path.name != "gluon_interface.py":
+            found = [name for name in (*old_and_new, "thread_barrier", "gl.barrier") if name in path.read_text()]
+            assert not found, f"{path.name}: {found}"
+
+
 def test_nothing_can_unpickle() -> None:
     for path in _sources(*PACKAGES, "tests"):
         for imported, line in _imports(path):

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import moe, slot_forms
-from kernels.gluon_paged_prefill import GROUPS, ROWS_PER_TILE, GroupTiles, grouped_prefill, is_available, is_fit
+from kernels.gluon_interface import is_available
+from kernels.gluon_paged_prefill import GROUPS, ROWS_PER_TILE, GroupTiles, grouped_prefill, is_fit
 from kernels.mamba2 import Mamba2Rows, Mamba2Weights
 from kernels.moe import Activation, ActivationKind, Routing
 from kernels.recurrent_slots import RecurrentSlots

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels.gluon_interface import is_available
 from kernels.gluon_latent import BLOCK, LATENT_DIM, ROPE_DIM, grouped_mla, grouped_sparse_mla
-from kernels.gluon_paged_prefill import is_available
 from kernels.triton_paged_decode import DecodeRows, SplitRule, plan_decode
 from kernels.triton_selected import SelectedRows
 from tests.kernels.gpu.check_latent import ints, make_latents, make_picks, tokens_of

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
+from kernels.gluon_interface import is_available
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill
 from kernels.triton_paged_prefill import KEY_SPLITS, ChunkRows, KeySplits, plan_prefill
 from tests.kernels.gpu.check_paged_prefill import expected_rows
 from tests.kernels.gpu.paged import INTERPRETED, make_pages, randn, relative_error

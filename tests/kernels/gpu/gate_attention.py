@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kernels.gluon_fp8_decode import Splits, attend_splits
+from kernels.gluon_interface import is_available
 from kernels.gluon_latent import grouped_mla, grouped_sparse_mla
-from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill, is_available
+from kernels.gluon_paged_prefill import ROWS_PER_TILE, grouped_prefill
 from kernels.triton_mla import latent_splits, mla_decode, sparse_mla_decode
 from kernels.triton_paged_decode import FP8, SPLITS, DecodeRows, paged_decode, plan_decode
 from kernels.triton_paged_prefill import ChunkRows, paged_prefill, plan_prefill, prefill_tiles

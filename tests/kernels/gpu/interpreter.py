@@ -81,12 +81,26 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
+def _with_bools(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Masks that came of a comparison with a number are wider than a bool, which Triton 3.9 refuses."""
+
+    def call(builder: object, *args: Any, **kwargs: Any) -> Any:
+        mask = args[place]
+        if isinstance(mask, interpreter.TensorHandle):
+            mask.data = mask.data.astype(bool)
+        return original(builder, *args, **kwargs)
+
+    return call
+
+
 def mend() -> None:
-    """Replaces the interpreter's casts and dot, once a process."""
+    """Replaces the interpreter's casts, dot, and what takes masks, once a process."""
     builder: Any = interpreter.InterpreterBuilder
     interpreter._convert_float = _convert
     builder.cast_impl = _mended_cast(builder.cast_impl)
     builder.create_dot = _mended_dot(builder.create_dot)
+    builder.create_masked_load = _with_bools(builder.create_masked_load, 1)
+    builder.create_masked_store = _with_bools(builder.create_masked_store, 2)
     if not hasattr(builder, "get_bf16"):
         builder.get_bf16 = lambda _self, value: interpreter.TensorHandle(
             encode(np.array([value]), tl.bfloat16), tl.bfloat16
